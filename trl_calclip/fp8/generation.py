@@ -1,0 +1,139 @@
+# Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
+"""
+The vLLM FP8 engine: build it, push weights into it, and check that it took them.
+
+Subclass of TRL's `VLLMGeneration`; what differs is the engine's quantization, the reload that re-quantizes on every sync, and
+the self-check. Generation itself is TRL's.
+"""
+
+import os
+
+import torch
+
+from .._trl_compat import HookedVLLMGeneration, engine_model, reload_engine_weights
+
+
+# Length of the self-check's fixed probe, in tokens. Its mean gap is compared with the limit, so a few dozen are enough.
+PROBE_LENGTH = 64
+
+
+class FP8VLLMGeneration(HookedVLLMGeneration):
+    """
+    [`~trl.generation.vllm_generation.VLLMGeneration`] whose colocated engine holds FP8 weights.
+
+    Args:
+        quantization (`str`): vLLM's online quantization scheme.
+        check_interval (`int`): Syncs between two self-checks; the first sync is always checked. 0 checks the first only.
+        check_limit (`float`): Largest mean absolute log-probability gap between engine and trainer, nats per token.
+        **kwargs: What `VLLMGeneration` takes.
+    """
+
+    def __init__(self, *args, quantization: str, check_interval: int, check_limit: float, **kwargs):
+        self.quantization = quantization
+        self.check_interval = check_interval
+        self.check_limit = check_limit
+        self.num_syncs = 0
+        self.probe_gap: float | None = None
+        num_threads = torch.get_num_threads()
+        super().__init__(*args, **kwargs)
+        torch.set_num_threads(num_threads)  # the engine lowers it for the whole process
+
+    def engine_arguments(self) -> dict:
+        arguments = {"quantization": self.quantization, "dtype": "bfloat16"}
+        if self.accelerator.device.type == "cpu":
+            # Compilation costs 20 s at start and gains nothing here; without the two variables vLLM sizes its cache
+            # from a NUMA reading and pins threads that the trainer needs.
+            arguments["enforce_eager"] = True
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        return arguments
+
+    def sync_weights(self) -> None:
+        """
+        Push the trainer's weights, rounded to BF16, into the engine, which quantizes them anew.
+
+        Raises:
+            RuntimeError: If a self-check is due and the engine does not compute with the trainer's weights.
+        """
+        reload_engine_weights(self.llm, self._iter_bf16_weights())
+        # Cached prefixes were computed with the weights before.
+        self.llm.reset_prefix_cache()
+        due = self.num_syncs == 0 or (self.check_interval and self.num_syncs % self.check_interval == 0)
+        self.num_syncs += 1
+        if due:
+            self.check_sync()
+
+    def _iter_bf16_weights(self):
+        # Copies: vLLM holds a layer's tensors until its last one arrives, and adapters are unmerged in place afterwards.
+        for name, param in self.named_weights():
+            yield name, param.detach().to(torch.bfloat16, copy=True)
+
+    def check_sync(self) -> float:
+        """
+        Score a fixed probe with the engine and with the trainer, and compare.
+
+        No random generator is moved: the probe is teacher-forced, its one sampled token is greedy and thrown away.
+
+        Returns:
+            `float`: Mean absolute gap of the log-probabilities at temperature 1, nats per token, the largest over ranks.
+
+        Raises:
+            RuntimeError: If the gap is above `check_limit` or not finite, on every rank alike.
+        """
+        probe = self._probe()
+        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            engine = score_with_engine(self.llm, probe)
+            trainer = self._score_with_trainer(probe)
+        gap = (engine - trainer).abs().mean().to(self.accelerator.device)
+        gap = torch.nan_to_num(gap, nan=float("inf"))
+        self.probe_gap = self.accelerator.gather(gap.reshape(1)).max().item()
+        if not self.probe_gap <= self.check_limit:
+            raise RuntimeError(
+                f"The vLLM engine does not compute with the trainer's weights: after weight sync {self.num_syncs} the "
+                f"log-probabilities of a fixed probe of {len(probe)} tokens differ by {self.probe_gap:.3g} nats on average, "
+                f"above `fp8_sync_check_limit={self.check_limit}`. FP8 noise alone stays far below. Rollouts would come from "
+                "another policy than the one trained. Look at the sync first: vLLM's version, a model class whose reload "
+                "path is broken (vllm#48284), weights changed outside the trainer."
+            )
+        return self.probe_gap
+
+    def _probe(self) -> list[int]:
+        """Token ids of the probe: the same pseudo-random ones for every sync, rank and run."""
+        vocab_size = self.model.get_input_embeddings().num_embeddings
+        generator = torch.Generator().manual_seed(0)
+        limit = PROBE_LENGTH if self.max_model_length is None else min(PROBE_LENGTH, self.max_model_length - 1)
+        return torch.randint(vocab_size, (limit,), generator=generator).tolist()
+
+    @torch.no_grad()
+    def _score_with_trainer(self, probe: list[int]) -> torch.Tensor:
+        input_ids = torch.tensor([probe], device=self.accelerator.device)
+        with self.accelerator.autocast():
+            logits = self.model(input_ids=input_ids, use_cache=False).logits
+        logps = logits[0, :-1].float().log_softmax(-1)
+        return logps.gather(-1, input_ids[0, 1:, None])[:, 0].cpu()
+
+
+def score_with_engine(llm, token_ids: list[int]) -> torch.Tensor:
+    """
+    Log-probabilities of `token_ids[1:]` under an in-process engine, at temperature 1.
+
+    Returns:
+        `torch.Tensor`: `(len(token_ids) - 1,)`, float32, CPU, nats.
+    """
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    output = llm.generate([{"prompt_token_ids": token_ids}], sampling_params=params, use_tqdm=False)[0]
+    return torch.tensor(
+        [logprobs[token].logprob for logprobs, token in zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)]
+    )
+
+
+def engine_fp8_parameters(llm) -> dict[str, torch.Tensor]:
+    """The float8 weights that an in-process engine holds, by vLLM's parameter names."""
+    return {
+        name: param
+        for name, param in engine_model(llm).named_parameters()
+        if param.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+    }
