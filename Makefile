@@ -4,7 +4,7 @@
 # PyTorch's CPU index first. Another interpreter: `make test PYTHON=python3.12`.
 
 PYTHON ?= $(shell for python in python3.11 python3 python; do \
-	if $$python -c "import venv" >/dev/null 2>&1; then echo $$python; break; fi; done)
+	if $$python -c "import ensurepip, venv" >/dev/null 2>&1; then echo $$python; break; fi; done)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

