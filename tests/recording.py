@@ -128,8 +128,9 @@ def make_recorder(make_config, toy_path, toy_dataset):
     """
 
     def build(trainer: dict | None = None, **overrides) -> RecordingTrainer:
-        narrow = {"max_steps": 4, "epsilon": 0.1, "epsilon_high": 0.2, "calibration_start_at_reference": True}
+        narrow = {"epsilon": 0.1, "epsilon_high": 0.2, "calibration_start_at_reference": True}
+        moving = {"max_steps": 4, "learning_rate": 3e-3}
         arguments = {"model": toy_path, "reward_funcs": digits_reward, "train_dataset": toy_dataset, **(trainer or {})}
-        return RecordingTrainer(args=make_config(**{**narrow, **overrides}), **arguments)
+        return RecordingTrainer(args=make_config(**{**narrow, **moving, **overrides}), **arguments)
 
     return build

@@ -209,16 +209,32 @@ def test_equals_brute_force(kind, cases):
             assert result.skipped_reason is not None and result.clip_range is current, seed
             continue
         calibrated += 1
-        got = (
-            *dataclasses.astuple(result.target),
-            *dataclasses.astuple(result.clip_range),
-            result.alpha_low_bf16,
-            result.rho_bf16,
-            result.rho_fp8,
-        )
-        assert got[:4] == pytest.approx(expected[:4], abs=2 * ULP), seed
-        assert got[4:] == pytest.approx(expected[4:], rel=1e-9), seed
+        lower_target, upper_target, lower, upper, *shares = expected
+        assert dataclasses.astuple(result.target) == (lower_target, upper_target), seed
+        assert 0.0 <= result.clip_range.lower - lower <= ULP, seed
+        assert 0.0 <= upper - result.clip_range.upper <= ULP, seed
+        assert (result.alpha_low_bf16, result.rho_bf16, result.rho_fp8) == pytest.approx(shares, rel=1e-9), seed
     assert calibrated > cases // 2
+
+
+def test_bounds_just_beyond_a_ratio():
+    # FP8 must clip 0.85, so the nearest lower bound to 0.8 is just over it; it must not keep 1.22, so just under that.
+    fp8 = torch.tensor([0.85, 0.95, 1.1, 1.22])
+    bf16 = torch.tensor([0.7, 0.95, 1.1, 1.3])
+    tokens = [fp8, bf16, torch.tensor([-1.0, -1.0, 1.0, 1.0])]
+    target = solve(*tokens).target
+    assert target == ClipRange(math.nextafter(fp8[0].item(), 1.0), math.nextafter(fp8[3].item(), 1.0))
+    in_force = solve(*tokens, current=target).clip_range
+    assert (fp8 < in_force.lower).tolist() == [True, False, False, False]
+    assert (fp8 > in_force.upper).tolist() == [False, False, False, True]
+
+
+def test_equally_near_masses_give_the_smaller_one_whatever_the_rounding():
+    # The upper bound can keep 0, 0.3 or 0.6, and should keep 0.45. In float64, 0.6 looks nearer by 6e-17.
+    fp8, bf16, advantages = [0.9, 1.25, 1.5, 3.0], [0.9, 1.5, 1.5, 0.9], [-1.0, 0.24, 0.2, 0.5]
+    assert abs(1.25 * 0.24 + 1.5 * 0.2 - 0.9 * 0.5) < abs(1.25 * 0.24 - 0.9 * 0.5)
+    result = solve(*(torch.tensor(values, dtype=torch.float64) for values in (fp8, bf16, advantages)))
+    assert result.target.upper == 1.25
 
 
 # --- properties -------------------------------------------------------------------------------------------------

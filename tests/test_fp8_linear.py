@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from trl_calclip.embedded import build_model
@@ -246,3 +247,18 @@ def test_resolve_emulate(device, capability, emulate, expected):
 def test_resolve_emulate_refuses(device, capability, emulate, message):
     with pytest.raises(ValueError, match=message):
         resolve_emulate(ROWWISE, device, capability, emulate)
+
+
+def test_gradients_are_torchaos():
+    torch.manual_seed(0)
+    for emulate in (True, False):
+        config = ROWWISE.torchao_config(emulate=emulate)
+        linear = SwitchableFloat8Linear.from_float(nn.Linear(64, 48, bias=False), config=config)
+        x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.randn(2, 16, 48, dtype=torch.bfloat16)
+        weight = linear.weight.detach().bfloat16().requires_grad_()
+        theirs = matmul_with_hp_or_float8_args.apply(x, weight.t(), linear.linear_mm_config, config)
+        expected = torch.autograd.grad(theirs, [x, weight], gradient)
+        got = torch.autograd.grad(linear(x), [x, linear.weight], gradient)
+        assert torch.equal(got[0], expected[0])
+        assert torch.equal(got[1], expected[1].float())

@@ -175,8 +175,17 @@ class HookedVLLMGeneration(VLLMGeneration):
         return {}
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The trainer's weights one by one, gathered and with adapters merged, under vLLM's names."""
-        return self._iter_named_params()
+        """
+        The trainer's weights one by one, gathered and with adapters merged, under vLLM's names.
+
+        A tied output head is named too: vLLM on a CPU packs its own copy of it at load, and a reload that names only the
+        embedding would leave that copy as it was.
+        """
+        tied = self.model.config.get_text_config().tie_word_embeddings
+        for name, param in self._iter_named_params():
+            yield name, param
+            if tied and name.endswith("embed_tokens.weight"):
+                yield "lm_head.weight", param
 
     def _init_vllm(self) -> None:
         with _extra_llm_arguments(**self.engine_arguments()):

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
 TASK = "chain_sum"
-ALPHABET = "0123456789+-*/=,.;:()<>|_? \nabc"
+ALPHABET = "0123456789+-*/=,.;:()[]<>^%? \n"
 SPLITS = ("warm_start", "train", "test")
 SETTINGS_FILE = "warm_start.json"
 

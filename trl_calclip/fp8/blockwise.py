@@ -3,9 +3,10 @@
 Blockwise FP8 linear: torchao's kernels on a GPU that has them, the same numbers in plain torch on any other device.
 
 Blocks are those of torchao's blockwise training: 128x128 for weights, 128 features of one token for activations and
-gradients, and 128 tokens of one feature for both operands of the weight's gradient. Scales are exact, not rounded to powers
-of two. vLLM's `fp8_per_block` has the same blocks and scales that differ in the last bit, and floors a weight block's largest
-entry at 1e-4. The emulation follows torchao bit for bit, since on a GPU torchao's kernels are what trains.
+gradients, and 128 tokens of one feature for both operands of the weight's gradient. Scales are exact, not rounded to
+powers of two. vLLM's `fp8_per_block` has the same blocks and scales that differ in the last bit, and floors a weight
+block's largest entry at 1e-4. The emulation follows torchao bit for bit, since on a GPU torchao's kernels are what
+trains.
 
 Source: torchao 0.18, `prototype/blockwise_fp8_training/{linear,kernels}.py`.
 """
@@ -36,12 +37,12 @@ def quantize_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Quantize a matrix with one scale for each 128 neighbours in a row.
 
     Args:
-        values (`torch.Tensor` of shape `(M, K)`): Matrix. Where 128 does not divide `K` the last group is shorter, which
-            is the same as padding with zeros.
+        values (`torch.Tensor` of shape `(M, K)`): Matrix. Where 128 does not divide `K` the last group is shorter,
+            which is the same as padding with zeros.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: FP8 payload `(M, K)` and float32 scale `(M, ceil(K / 128))`; a value is worth
-        `payload * scale`. A non-finite value makes its group NaN.
+        `tuple[torch.Tensor, torch.Tensor]`: FP8 payload `(M, K)` and float32 scale `(M, ceil(K / 128))`; a value is
+        worth `payload * scale`. A non-finite value makes its group NaN.
     """
     rows, columns = values.shape
     padded = _pad_last(values)
@@ -115,9 +116,9 @@ def blockwise_linear(input: torch.Tensor, weight: torch.Tensor, *, emulate: bool
     Args:
         input (`torch.Tensor` of shape `(..., K)`): Activations, BF16.
         weight (`torch.Tensor` of shape `(N, K)`): Weight, BF16.
-        emulate (`bool`): `True` computes the numbers in float32 torch, on any device and for any `N` and `K`. `False` calls
-            torchao's kernels: a CUDA device of compute capability 9.0 or higher, `N` and `K` multiples of 128. Tokens are
-            padded to a multiple of 128 there, with zeros, which changes no number.
+        emulate (`bool`): `True` computes the numbers in float32 torch, on any device and for any `N` and `K`. `False`
+            calls torchao's kernels: a CUDA device of compute capability 9.0 or higher, `N` and `K` multiples of 128.
+            Tokens are padded to a multiple of 128 there, with zeros, which changes no number.
 
     Returns:
         `torch.Tensor` of shape `(..., N)`: BF16 output, without bias. A token that holds a non-finite value gives NaN.
@@ -128,8 +129,8 @@ def blockwise_linear(input: torch.Tensor, weight: torch.Tensor, *, emulate: bool
     """
     if input.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise TypeError(
-            f"Blockwise FP8 quantizes BF16 tensors, got input {input.dtype} and weight {weight.dtype}. Cast both first: "
-            "the rollout engine quantizes the BF16 weight, and the trainer must quantize the same one."
+            f"Blockwise FP8 quantizes BF16 tensors, got input {input.dtype} and weight {weight.dtype}. Cast both "
+            "first: the rollout engine quantizes the BF16 weight, and the trainer must quantize the same one."
         )
     rows = input.reshape(-1, input.shape[-1])
     if emulate:
@@ -142,8 +143,8 @@ def blockwise_linear(input: torch.Tensor, weight: torch.Tensor, *, emulate: bool
 def _kernel_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if rows.device.type != "cuda" or torch.cuda.get_device_capability(rows.device) < (9, 0):
         raise ValueError(
-            f"Blockwise FP8 kernels run on CUDA GPUs of compute capability 9.0 or higher, this tensor is on {rows.device}. "
-            "Set `fp8_emulate=True` to compute the same numbers without them."
+            "Blockwise FP8 kernels run on CUDA GPUs of compute capability 9.0 or higher, this tensor is on "
+            f"{rows.device}. Set `fp8_emulate=True` to compute the same numbers without them."
         )
     if weight.shape[0] % BLOCK or weight.shape[1] % BLOCK:
         raise ValueError(

@@ -2,9 +2,10 @@
 """
 Float8 linears that can also run in BF16, and the context manager of the BF16 pass.
 
-torchao's `Float8Linear` does the float8 work. The subclass here departs from it in three points: the weight is rounded to
-BF16 before it is quantized (vLLM quantizes the BF16 copy, so quantizing FP32 masters would be another weight), autocast is
-read from the input's own device (torchao reads the GPU's), and a flag sends the forward through `nn.Linear`.
+torchao's `Float8Linear` is the module. The subclass here departs from it in four points: the weight is rounded to BF16
+before it is quantized (vLLM quantizes the BF16 copy, so quantizing FP32 masters would be another weight), the forward
+quantizes with vLLM's arithmetic, autocast is read from the input's own device (torchao reads the GPU's), and a flag sends
+the forward through `nn.Linear`.
 """
 
 from collections.abc import Iterator
@@ -13,10 +14,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torchao.float8 import convert_to_float8_training
-from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
 from .recipes import Recipe
+from .rowwise import RowwiseMatmul
 
 
 # A linear with fewer outputs (a gate, a value head) loses more by quantization than its GEMM could win: ao#1200.
@@ -41,9 +43,7 @@ class SwitchableFloat8Linear(Float8Linear):
         output_dtype = torch.get_autocast_dtype(device_type) if autocast else input.dtype
         # Straight-through: the cast's backward hands the gradient to the master weight.
         weight = self.weight.to(torch.bfloat16)
-        output = matmul_with_hp_or_float8_args.apply(
-            input.to(torch.bfloat16), weight.t(), self.linear_mm_config, self.config
-        )
+        output = RowwiseMatmul.apply(input.to(torch.bfloat16), weight, self.linear_mm_config, self.config)
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         return output.to(output_dtype)

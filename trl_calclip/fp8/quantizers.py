@@ -2,14 +2,15 @@
 """
 The scale and rounding rules of vLLM's online FP8, in plain torch, for the trainer's side and for reference engines.
 
-Whether a value next to the middle of two FP8 numbers goes up or down hangs on the last bit of its scale, and on whether it
-was divided by the scale or multiplied by the reciprocal. torchao and vLLM differ in both, by one FP8 step on up to 7 in
-10,000 elements. The functions here follow vLLM bit for bit, so that both sides hold the same numbers. Blockwise scales
-have a module of their own, `blockwise`.
+Whether a value next to the middle of two FP8 numbers goes up or down hangs on the last bit of its scale, and on
+whether it was divided by the scale or multiplied by the reciprocal. torchao and vLLM differ in both, by one FP8 step
+on up to 7 in 10,000 elements. The functions here follow vLLM bit for bit, so that both sides hold the same numbers.
+Blockwise scales have a module of their own, `blockwise`.
 
 Payloads are `torch.float8_e4m3fn`, scales float32, and a value is worth `payload * scale`.
 
-Source: vLLM 0.31, `layers/quantization/online/fp8.py`, `layers/quantization/input_quant_fp8.py` and the CUDA kernels they call.
+Source: vLLM 0.31, `layers/quantization/online/fp8.py`, `layers/quantization/input_quant_fp8.py` and the CUDA kernels
+they call.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +25,8 @@ FP8_MAX = torch.finfo(FP8_DTYPE).max
 # vLLM's floor for scales of rows: a row whose largest entry is under 1/512 does not use the whole range of FP8.
 MIN_ROW_SCALE = 1.0 / (FP8_MAX * 512.0)
 
-# Projections that vLLM fuses into one linear, hence under one per-tensor scale. The names are those of a loaded engine's
-# `packed_modules_mapping` for the Llama, Mistral, Qwen, Gemma and SmolLM families.
+# Projections that vLLM fuses into one linear, hence under one per-tensor scale. The names are those of a loaded
+# engine's `packed_modules_mapping` for the Llama, Mistral, Qwen, Gemma and SmolLM families.
 PACKED_PROJECTIONS: Mapping[str, Sequence[str]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -40,7 +41,7 @@ def to_fp8(scaled: torch.Tensor) -> torch.Tensor:
 def scale_from_amax(amax: torch.Tensor) -> torch.Tensor:
     """`amax / 448` in float32, correctly rounded on every device."""
     # A tensor as divisor: a Python number would become a multiplication by 1/448 on a GPU.
-    return amax.float() / torch.tensor(FP8_MAX, device=amax.device)
+    return amax.float() / torch.full((), FP8_MAX, device=amax.device)
 
 
 def quantize_per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,8 +110,8 @@ def scaled_matmul(
     """
     FP8 linear in float32: payloads are multiplied first, scales and bias come after.
 
-    In this order, and with payloads from this module, the result equals bit for bit what vLLM computes on a CPU for the
-    same rows. Multiplying dequantized values instead rounds otherwise in 1 to 3 of 10,000 BF16 outputs.
+    In this order, and with payloads from this module, the result equals bit for bit what vLLM computes on a CPU for
+    the same rows. Multiplying dequantized values instead rounds otherwise in 1 to 3 of 10,000 BF16 outputs.
 
     Args:
         input (`torch.Tensor` of shape `(M, K)`): FP8 payload of the activations.
@@ -135,8 +136,8 @@ def packed_linear_names(
 
     Args:
         names (`Iterable[str]`): Names of linears, such as `"model.layers.0.self_attn.q_proj"`.
-        packed (`Mapping[str, Sequence[str]]`, *optional*, defaults to `PACKED_PROJECTIONS`): Fused name to the names of
-            its parts, in order. A loaded engine has it as `model.packed_modules_mapping`.
+        packed (`Mapping[str, Sequence[str]]`, *optional*, defaults to `PACKED_PROJECTIONS`): Fused name to the names
+            of its parts, in order. A loaded engine has it as `model.packed_modules_mapping`.
 
     Returns:
         `list[tuple[str, ...]]`: Groups of two or more names, in the order of `packed`'s parts. A linear whose siblings

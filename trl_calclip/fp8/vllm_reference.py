@@ -2,13 +2,14 @@
 """
 vLLM quantization methods for a CPU: per-tensor and per-block FP8 in plain torch, where vLLM has no W8A8 kernel.
 
-On a CPU vLLM runs `fp8_per_channel` as it is. Its `fp8_per_tensor` cannot load there, and its `fp8_per_block` needs AMX and
-then leaves the activations in BF16, which is another computation. The two methods here store real float8 weights and quantize
-activations, with the numbers of `quantizers` and `blockwise`, which the trainer uses too. Layouts and parameter names
-are those of vLLM's own methods, weight reload included. They are correct, not fast, and for one rank per engine.
+On a CPU vLLM runs `fp8_per_channel` as it is. Its `fp8_per_tensor` cannot load there, and its `fp8_per_block` needs
+AMX and then leaves the activations in BF16, which is another computation. The two methods here store real float8
+weights and quantize activations, with the numbers of `quantizers` and `blockwise`, which the trainer uses too. Layouts
+and parameter names are those of vLLM's own methods, weight reload included. They are correct, not fast, and for one
+rank per engine.
 
-The per-tensor method quantizes activations per token: so does vLLM's `fp8_per_tensor` on every GPU with FP8 kernels, in spite
-of its name.
+The per-tensor method quantizes activations per token: so does vLLM's `fp8_per_tensor` on every GPU with FP8 kernels,
+in spite of its name.
 
 Importing this module imports vLLM.
 """
@@ -35,8 +36,8 @@ class _ReferenceLinearMethod(OnlineLinearBase):
     def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         if get_tensor_model_parallel_world_size() > 1:
             raise NotImplementedError(
-                "calclip's reference FP8 methods run on one rank per engine: a shard of a weight has other scales than the "
-                "whole. Use tensor_parallel_size=1 on a CPU."
+                "calclip's reference FP8 methods run on one rank per engine: a shard of a weight has other scales "
+                "than the whole. Use tensor_parallel_size=1 on a CPU."
             )
         super().create_weights(layer, *args, **kwargs)
 
@@ -79,8 +80,9 @@ class PerBlockLinearMethod(_ReferenceLinearMethod):
     One scale per 128x128 block of the weight, one per 128 features of a token.
 
     The layer holds `weight`, the payload of shape `(N, K)`, and `weight_scale_inv`: the name is vLLM's, the payload is
-    multiplied with it. Each part of a fused weight has blocks of its own, as the trainer's separate linears have, so the
-    scale has `sum(ceil(n / 128))` rows for parts of `n` outputs. Where 128 divides every `n` these are vLLM's blocks.
+    multiplied with it. Each part of a fused weight has blocks of its own, as the trainer's separate linears have, so
+    the scale has `sum(ceil(n / 128))` rows for parts of `n` outputs. Where 128 divides every `n` these are vLLM's
+    blocks.
     """
 
     def quantize(self, layer: torch.nn.Module, weight: torch.Tensor) -> None:
@@ -121,7 +123,7 @@ class _ReferenceConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "_ReferenceConfig":
         raise ValueError(
-            f"{cls.name!r} quantizes BF16 checkpoints while they load, and this checkpoint says that it is quantized already: "
+            f"{cls.name!r} quantizes BF16 checkpoints while they load, and this checkpoint is quantized already: "
             f"{config}. Start from the BF16 model."
         )
 
@@ -169,12 +171,12 @@ def engine_arguments(scheme: str, ignore: list[str]) -> dict[str, Any]:
 
     Args:
         scheme (`str`): `"fp8_per_channel"`, `"fp8_per_tensor"` or `"fp8_per_block"`.
-        ignore (`list[str]`): Layers that stay in BF16, by exact name or `fnmatch` pattern. Parts of a fused layer are to be
-            named together.
+        ignore (`list[str]`): Layers that stay in BF16, by exact name or `fnmatch` pattern. Parts of a fused layer are
+            to be named together.
 
     Returns:
-        `dict[str, Any]`: `quantization` and, where something is ignored, `quantization_config`. On a CPU the methods of
-        this module stand in for vLLM's, and are registered.
+        `dict[str, Any]`: `quantization` and, where something is ignored, `quantization_config`. On a CPU the methods
+        of this module stand in for vLLM's, and are registered.
     """
     stand_in = current_platform.is_cpu() and scheme in REFERENCE_CONFIGS
     if stand_in:
