@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
-"""A trainer that keeps what passes its hooks, and the check that a calibration used the loss's own tokens and ratios."""
+"""A trainer that keeps what passes its hooks, and the check that calibration took the loss's own tokens and ratios."""
 
 import dataclasses
 from typing import Any
@@ -47,15 +47,16 @@ class RecordingTrainer(CalibratedGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.rollouts: list[list[dict[str, Any]]] = []
         self.forwards: list[Forward] = []
-        self.scored: list[dict[str, Any]] = []
+        self.scored: list[tuple[dict[str, Any], torch.Tensor]] = []
 
     def begin_rollout(self, micro_batches):
         super().begin_rollout(micro_batches)
         self.rollouts.append([{key: value.clone() for key, value in inputs.items()} for inputs in micro_batches])
 
     def score(self, inputs):
-        self.scored.append(inputs)
-        return super().score(inputs)
+        per_token_logps = super().score(inputs)
+        self.scored.append((inputs, per_token_logps))
+        return per_token_logps
 
     def _get_per_token_logps_and_entropies(self, *args, compute_entropy=False, **kwargs):
         result = super()._get_per_token_logps_and_entropies(*args, compute_entropy=compute_entropy, **kwargs)
@@ -112,8 +113,10 @@ class RecordingTrainer(CalibratedGRPOTrainer):
             for forward in [forward for forward in self.forwards if forward.step == step]:
                 collected, (epsilon_low, epsilon_high) = forward.collected, forward.epsilons
                 total = max(forward.mask.sum().item(), 1)
-                low.append(((collected.fp8_ratio < 1 - epsilon_low) & (collected.advantages < 0)).sum().item() / total)
-                high.append(((collected.fp8_ratio > 1 + epsilon_high) & (collected.advantages > 0)).sum().item() / total)
+                clipped_low = (collected.fp8_ratio < 1 - epsilon_low) & (collected.advantages < 0)
+                clipped_high = (collected.fp8_ratio > 1 + epsilon_high) & (collected.advantages > 0)
+                low.append(clipped_low.sum().item() / total)
+                high.append(clipped_high.sum().item() / total)
             assert logs[step + 1]["clip_ratio/low_mean"] == pytest.approx(sum(low) / len(low), abs=1e-6)
             assert logs[step + 1]["clip_ratio/high_mean"] == pytest.approx(sum(high) / len(high), abs=1e-6)
             clipped += sum(low) + sum(high)
@@ -123,8 +126,8 @@ class RecordingTrainer(CalibratedGRPOTrainer):
 @pytest.fixture
 def make_recorder(make_config, toy_path, toy_dataset):
     """
-    Function from overrides of the config to a `RecordingTrainer`, as `make_trainer`. One rollout of four updates; narrow
-    reference bounds in force from the start, so that a part of the tokens is clipped.
+    Function from overrides of the config to a `RecordingTrainer`, as `make_trainer`. One rollout of four updates, and
+    narrow reference bounds in force from the start, so that a part of the tokens is clipped.
     """
 
     def build(trainer: dict | None = None, **overrides) -> RecordingTrainer:

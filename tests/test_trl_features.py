@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from conftest import digits_reward
-from datasets import Dataset
 from peft import LoraConfig
 from tokenizers.models import WordLevel
 
@@ -121,8 +120,8 @@ def test_loss_types(make_recorder, loss_type):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
 def test_kl_to_the_anchor_starts_at_zero(make_recorder, adapters):
-    peft = {"peft_config": LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])} if adapters else {}
-    trainer = make_recorder(trainer=peft, beta=0.1, learning_rate=3e-2 if adapters else 3e-3)
+    peft = {"peft_config": LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])}
+    trainer = make_recorder(trainer=peft if adapters else {}, beta=0.1, learning_rate=3e-2 if adapters else 3e-3)
     trainer.train()
     trainer.assert_calibrated()
     kl = logged(trainer, "kl")
@@ -168,9 +167,7 @@ def test_several_iterations(make_recorder, steps_per_generation):
     trainer.train()
     trainer.assert_calibrated()
     assert trainer.num_rollouts == 4 // (2 * steps_per_generation)
-    assert [forward.rollout for forward in trainer.forwards] == sorted(list(range(trainer.num_rollouts)) * (
-        2 * steps_per_generation
-    ))
+    assert [forward.rollout for forward in trainer.forwards] == [i // (2 * steps_per_generation) for i in range(4)]
 
 
 def test_gradient_checkpointing_changes_nothing(make_recorder):
@@ -185,10 +182,8 @@ def test_gradient_checkpointing_changes_nothing(make_recorder):
 
 
 def test_masked_truncated_completions(make_recorder):
-    # The penalty makes most completions end in time.
-    trainer = make_recorder(
-        mask_truncated_completions=True, generation_kwargs={"exponential_decay_length_penalty": (1, 1.7)}
-    )
+    # The bias on the end token makes most completions end in time.
+    trainer = make_recorder(mask_truncated_completions=True, generation_kwargs={"sequence_bias": [[[1], 2.5]]})
     trainer.train()
     trainer.assert_calibrated()
     (truncated,) = logged(trainer, "completions/clipped_ratio")
@@ -366,10 +361,13 @@ def test_tools(make_recorder, toy_dataset):
         return digits_reward(["".join(message.get("content", "") for message in each) for each in completions])
 
     conversations = toy_dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    chat = {"processing_class": tokenizer, "train_dataset": conversations, "reward_funcs": reward, "tools": [add]}
     trainer = make_recorder(
-        trainer={"processing_class": tokenizer, "train_dataset": conversations, "reward_funcs": reward, "tools": [add]},
-        max_completion_length=12, generation_kwargs={"max_new_tokens": 4}, max_tool_calling_iterations=1,
-    )  # fmt: skip
+        trainer=chat,
+        max_completion_length=12,
+        generation_kwargs={"max_new_tokens": 4},
+        max_tool_calling_iterations=1,
+    )
     trainer.train()
     trainer.assert_calibrated()
     assert answers and set(answers) == {"42"}

@@ -74,11 +74,12 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                 "`GRPOConfig`: change the class name and keep the rest."
             )
         engine = nullcontext()
-        if args.rollout_recipe is not None:
+        if args.use_vllm and args.vllm_mode == "colocate" and (args.fp8_active or args.calibrated_clip):
+            recipe = args.rollout_recipe
             engine = substituted_vllm_generation(
                 functools.partial(
                     FP8VLLMGeneration,
-                    quantization=args.rollout_recipe.vllm_quantization,
+                    quantization=None if recipe is None else recipe.vllm_quantization,
                     check_interval=args.fp8_sync_check_interval,
                     check_limit=args.fp8_sync_check_limit,
                 )

@@ -19,16 +19,16 @@ PROBE_LENGTH = 64
 
 class FP8VLLMGeneration(HookedVLLMGeneration):
     """
-    [`~trl.generation.vllm_generation.VLLMGeneration`] whose colocated engine holds FP8 weights.
+    [`~trl.generation.vllm_generation.VLLMGeneration`] whose colocated engine holds FP8 weights and is checked.
 
     Args:
-        quantization (`str`): vLLM's online quantization scheme.
+        quantization (`str` or `None`): vLLM's online quantization scheme, `None` for a BF16 engine.
         check_interval (`int`): Syncs between two self-checks; the first sync is always checked. 0 checks the first only.
         check_limit (`float`): Largest mean absolute log-probability gap between engine and trainer, nats per token.
         **kwargs: What `VLLMGeneration` takes.
     """
 
-    def __init__(self, *args, quantization: str, check_interval: int, check_limit: float, **kwargs):
+    def __init__(self, *args, quantization: str | None, check_interval: int, check_limit: float, **kwargs):
         self.quantization = quantization
         self.check_interval = check_interval
         self.check_limit = check_limit

@@ -55,7 +55,7 @@ class _ReferenceLinearMethod(OnlineLinearBase):
         raise NotImplementedError
 
     def multiply(self, layer: torch.nn.Module, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Float32 output `(M, N)` for BF16 rows `(M, K)`."""
+        """Output `(M, N)` for BF16 rows `(M, K)`, in BF16 or yet to be rounded."""
         raise NotImplementedError
 
 
@@ -94,7 +94,8 @@ class PerBlockLinearMethod(_ReferenceLinearMethod):
         widths = layer.logical_widths
         scales = layer.weight_scale_inv.split([-(-width // BLOCK) for width in widths])
         parts = map(dequantize_blocks, layer.weight.split(widths), scales)
-        output = float32_matmul(dequantize_groups(*quantize_groups(rows)), torch.cat(list(parts)).t())
+        output = float32_matmul(dequantize_groups(*quantize_groups(rows)), torch.cat(list(parts)).t()).to(rows.dtype)
+        # After rounding to BF16, as vLLM adds it to its block kernels' output, and the trainer to torchao's.
         return output if bias is None else output + bias
 
 
