@@ -21,7 +21,7 @@ import torch
 
 from ._trl_compat import HookedGRPOTrainer, substituted_vllm_generation
 from .calibrated_grpo_config import CalibratedGRPOConfig
-from .calibration import TokenCollector, calibrate, calibration_record
+from .calibration import TokenCollector, TokenPool, calibrate, calibration_record
 from .callbacks import CalibrationCallback
 from .checkpoint import STATE_NAME, read_state, write_state
 from .clip_range import ClipRange
@@ -179,7 +179,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
 
     def end_rollout(self) -> None:
         if self._collector is not None:
-            self._calibrate()
+            self._calibrate(self._collector.pool(self.accelerator))
             self._collector = None
         self.num_rollouts += 1
 
@@ -196,10 +196,10 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _calibrate(self) -> None:
+    def _calibrate(self, pool: TokenPool) -> None:
         args = self.args
         result, shares = calibrate(
-            self._collector.pool(self.accelerator),
+            pool,
             self.accelerator,
             reference=self.reference_clip_range,
             current=self.clip_range,

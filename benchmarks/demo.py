@@ -1,0 +1,168 @@
+# Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
+"""
+The demo over several seeds: does it learn, and does calibration bring FP8's clip share nearer to BF16's?
+
+    python -m benchmarks.demo --seeds 0 1 2
+
+The second question is asked of calibration batches after the first: their bounds were fixed by earlier batches, so their tokens
+are held out. Per seed and pooled it reports |FP8 share - BF16 share| of clipped negative-advantage tokens at the reference
+bounds and at the calibrated bounds in force, and the difference of the two with a 95 % interval from a paired bootstrap that
+resamples completions.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from trl import TrlParser  # noqa: E402
+
+from benchmarks.header import header  # noqa: E402
+from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, embedded  # noqa: E402
+from trl_calclip.report import first_and_last_tenth, series  # noqa: E402
+
+
+CONFIG = Path(__file__).parents[1] / "configs" / "grpo_demo.yaml"
+
+
+class CountingTrainer(CalibratedGRPOTrainer):
+    """Keeps, per completion of each calibration batch, how many negative tokens there are and how many each side clips."""
+
+    counts: list[list[list[int]]] = []
+
+    def _calibrate(self, pool):
+        finite = pool.fp8_ratio.isfinite() & pool.bf16_ratio.isfinite() & (pool.advantages < 0)
+        _, completion = pool.completions[finite].unique(return_inverse=True)
+        fp8, bf16, reference = pool.fp8_ratio[finite], pool.bf16_ratio[finite], self.reference_clip_range
+        columns = [
+            torch.ones_like(fp8, dtype=torch.bool),
+            bf16 < reference.lower,
+            fp8 < reference.lower,
+            fp8 < self.clip_range.lower,
+        ]
+        rows = [torch.bincount(completion, weights=column.double()).long().tolist() for column in columns]
+        self.counts.append([list(row) for row in zip(*rows, strict=True)])
+        super()._calibrate(pool)
+
+
+def run_one(seed: int, output: Path) -> None:
+    """One seed, in this process; the result goes to `output` as JSON."""
+    directory = output.with_suffix("")
+    arguments = ["--config", str(CONFIG), "--output_dir", str(directory), "--seed", str(seed), "--save_strategy", "no"]
+    if not torch.cuda.is_available():
+        arguments += ["--use_cpu", "true"]
+    (args,) = TrlParser(CalibratedGRPOConfig).parse_args_and_config(arguments)
+    trainer = CountingTrainer(
+        embedded.warm_start(directory / "warm_start", seed=seed),
+        embedded.arithmetic_reward,
+        args,
+        train_dataset=embedded.arithmetic_dataset(4096, seed=seed),
+    )
+    trainer.train()
+    first, last = first_and_last_tenth(series(trainer.state.log_history, "reward")[1])
+    result = {
+        "seed": seed,
+        "first_tenth": first,
+        "last_tenth": last,
+        "train_seconds": series(trainer.state.log_history, "train_runtime")[1][0],
+        "clip_range": [trainer.clip_range.lower, trainer.clip_range.upper],
+        "calibration_history": trainer.calibration_history,
+        "counts": trainer.counts,
+    }
+    output.write_text(json.dumps(result))
+
+
+def paired_bootstrap(counts: np.ndarray, draws: int = 10_000, seed: int = 0) -> dict[str, float]:
+    """
+    How much nearer to BF16 the calibrated bounds are than the reference bounds.
+
+    Args:
+        counts (`np.ndarray`): `(completions, 4)`: negative tokens, clipped in BF16, in FP8 at the reference bounds, and in FP8
+            at the calibrated bounds.
+        draws (`int`, *optional*, defaults to `10_000`): Bootstrap samples.
+        seed (`int`, *optional*, defaults to `0`): Seed of the samples.
+
+    Returns:
+        `dict[str, float]`: The three shares, the gain `|reference - BF16| - |calibrated - BF16|`, and its 95 % interval.
+    """
+    generator = np.random.default_rng(seed)
+
+    def gain(total: np.ndarray) -> np.ndarray:
+        shares = total[..., 1:] / total[..., :1]
+        return abs(shares[..., 1] - shares[..., 0]) - abs(shares[..., 2] - shares[..., 0])
+
+    n = len(counts)
+    samples = np.concatenate(
+        [generator.multinomial(n, np.full(n, 1 / n), size=min(500, draws)) @ counts for _ in range(-(-draws // 500))]
+    )
+    total = counts.sum(0)
+    low, high = np.quantile(gain(samples), [0.025, 0.975])
+    bf16, reference, calibrated = total[1:] / total[0]
+    return {
+        "completions": n, "tokens": int(total[0]), "bf16": bf16, "fp8_reference": reference, "fp8_calibrated": calibrated,
+        "gain": float(gain(total)), "low": low, "high": high,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/demo"))
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.one is not None:
+        run_one(options.one, options.output / f"seed{options.one}.json")
+        return
+
+    results = []
+    for seed in options.seeds:
+        path = options.output / f"seed{seed}.json"
+        if not path.exists():  # a broken benchmark goes on where it was
+            command = [sys.executable, "-m", "benchmarks.demo", "--one", str(seed), "--output", str(options.output)]
+            subprocess.run(command, check=True)
+        results.append(json.loads(path.read_text()))
+
+    table = Table(title="Demo: learning, and clip shares of negative-advantage tokens on held-out calibration batches")
+    for column in ("seed", "reward first → last tenth", "train s", "final range", "calibrations", "completions", "tokens"):
+        table.add_column(column, justify="right")
+    for column in ("BF16 %", "FP8 reference %", "FP8 calibrated %", "gain, 95 % interval (points)"):
+        table.add_column(column, justify="right")
+    pooled, summaries = [], []
+    for result in results:
+        counts = np.concatenate([np.array(batch) for batch in result["counts"][1:]])
+        pooled.append(counts)
+        summaries.append(paired_bootstrap(counts))
+        table.add_row(
+            str(result["seed"]), f"{result['first_tenth']:.3f} → {result['last_tenth']:.3f}",
+            f"{result['train_seconds']:.0f}", "[{:.3f}, {:.3f}]".format(*result["clip_range"]),
+            str(len(result["calibration_history"])), *cells(summaries[-1]),
+        )  # fmt: skip
+    if len(results) > 1:
+        summaries.append(paired_bootstrap(np.concatenate(pooled)))
+        table.add_row("all", "", "", "", "", *cells(summaries[-1]))
+    console = Console(width=200)
+    console.print(header())
+    console.print(table)
+    (options.output / "summary.json").write_text(json.dumps({"header": header(), "bootstrap": summaries}, indent=1))
+
+
+def cells(summary: dict[str, float]) -> list[str]:
+    return [
+        str(summary["completions"]), f"{summary['tokens']:,}", f"{100 * summary['bf16']:.2f}",
+        f"{100 * summary['fp8_reference']:.2f}", f"{100 * summary['fp8_calibrated']:.2f}",
+        f"{100 * summary['gain']:.2f} [{100 * summary['low']:.2f}, {100 * summary['high']:.2f}]",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
