@@ -4,10 +4,10 @@ The demo over several seeds: does it learn, and does calibration bring FP8's cli
 
     python -m benchmarks.demo --seeds 0 1 2
 
-The second question is asked of calibration batches after the first: their bounds were fixed by earlier batches, so their tokens
-are held out. Per seed and pooled it reports |FP8 share - BF16 share| of clipped negative-advantage tokens at the reference
-bounds and at the calibrated bounds in force, and the difference of the two with a 95 % interval from a paired bootstrap that
-resamples completions.
+The second question is asked of calibration batches after the first: their bounds were fixed by earlier batches, so
+their tokens are held out. Per seed and pooled it reports |FP8 share - BF16 share| of clipped negative-advantage tokens
+at the reference bounds and at the calibrated bounds in force, and the difference of the two with a 95 % interval from
+a paired bootstrap that resamples completions.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "grpo_demo.yaml"
 
 
 class CountingTrainer(CalibratedGRPOTrainer):
-    """Keeps, per completion of each calibration batch, how many negative tokens there are and how many each side clips."""
+    """Keeps, for each completion of a calibration batch, its number of negative tokens and of clipped ones."""
 
     counts: list[list[list[int]]] = []
 
@@ -86,13 +86,15 @@ def paired_bootstrap(counts: np.ndarray, draws: int = 10_000, seed: int = 0) -> 
     How much nearer to BF16 the calibrated bounds are than the reference bounds.
 
     Args:
-        counts (`np.ndarray`): `(completions, 4)`: negative tokens, clipped in BF16, in FP8 at the reference bounds, and in FP8
+        counts (`np.ndarray`): `(completions, 4)`: negative tokens, clipped in BF16, in FP8 at the reference bounds,
+        and in FP8
             at the calibrated bounds.
         draws (`int`, *optional*, defaults to `10_000`): Bootstrap samples.
         seed (`int`, *optional*, defaults to `0`): Seed of the samples.
 
     Returns:
-        `dict[str, float]`: The three shares, the gain `|reference - BF16| - |calibrated - BF16|`, and its 95 % interval.
+        `dict[str, float]`: The three shares, the gain `|reference - BF16| - |calibrated - BF16|`, and its 95 %
+        interval.
     """
     generator = np.random.default_rng(seed)
 
@@ -108,9 +110,15 @@ def paired_bootstrap(counts: np.ndarray, draws: int = 10_000, seed: int = 0) -> 
     low, high = np.quantile(gain(samples), [0.025, 0.975])
     bf16, reference, calibrated = total[1:] / total[0]
     return {
-        "completions": n, "tokens": int(total[0]), "bf16": bf16, "fp8_reference": reference, "fp8_calibrated": calibrated,
-        "gain": float(gain(total)), "low": low, "high": high,
-    }  # fmt: skip
+        "completions": n,
+        "tokens": int(total[0]),
+        "bf16": bf16,
+        "fp8_reference": reference,
+        "fp8_calibrated": calibrated,
+        "gain": float(gain(total)),
+        "low": low,
+        "high": high,
+    }
 
 
 def main() -> None:
@@ -133,7 +141,15 @@ def main() -> None:
         results.append(json.loads(path.read_text()))
 
     table = Table(title="Demo: learning, and clip shares of negative-advantage tokens on held-out calibration batches")
-    for column in ("seed", "reward first → last tenth", "train s", "final range", "calibrations", "completions", "tokens"):
+    for column in (
+        "seed",
+        "reward first → last tenth",
+        "train s",
+        "final range",
+        "calibrations",
+        "completions",
+        "tokens",
+    ):
         table.add_column(column, justify="right")
     for column in ("BF16 %", "FP8 reference %", "FP8 calibrated %", "gain, 95 % interval (points)"):
         table.add_column(column, justify="right")

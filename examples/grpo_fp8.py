@@ -27,7 +27,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 warnings.filterwarnings("ignore", category=FutureWarning)
 warnings.filterwarnings("ignore", category=DeprecationWarning)
-for name in ("torchao", "torch.utils._pytree"):
+for name in ("torchao", "torch.utils._pytree", "vllm.triton_utils.importing"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 import torch  # noqa: E402
@@ -69,8 +69,8 @@ def load_reward(name: str):
     if name in trl.rewards.__all__:
         return getattr(trl.rewards, name)
     raise ValueError(
-        f"Unknown reward function {name!r}. Use one of {', '.join(trl.rewards.__all__)}, or a dotted import path such as "
-        "'my_rewards.exact_match'."
+        f"Unknown reward function {name!r}. Use one of {', '.join(trl.rewards.__all__)}, or a dotted import path such "
+        "as 'my_rewards.exact_match'."
     )
 
 
@@ -88,8 +88,8 @@ def load_task(script_args: GRPOScriptArguments, training_args: CalibratedGRPOCon
         }
     if model_args.model_name_or_path is None or script_args.dataset_name is None or not script_args.reward_funcs:
         raise ValueError(
-            "Give `--model_name_or_path`, `--dataset_name` and `--reward_funcs` together, or none of the three for the "
-            "embedded model and task."
+            "Give `--model_name_or_path`, `--dataset_name` and `--reward_funcs` together, or none of the three for "
+            "the embedded model and task."
         )
     model_init_kwargs = {
         "revision": model_args.model_revision,

@@ -41,7 +41,9 @@ def pooled(*batches):
 
 def test_only_tokens_of_the_loss_with_an_advantage_are_taken():
     pool = pooled(micro_batch())
-    torch.testing.assert_close(pool.fp8_ratio.log(), torch.tensor([0.1, 0.2, 0.3, -0.1, -0.2]).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        pool.fp8_ratio.log(), torch.tensor([0.1, 0.2, 0.3, -0.1, -0.2]).double(), atol=1e-6, rtol=0
+    )
     torch.testing.assert_close(pool.bf16_ratio.log(), pool.fp8_ratio.log() / 2, atol=1e-6, rtol=0)
     assert pool.advantages.tolist() == [1.5, 1.5, 1.5, -0.5, -0.5]
     assert pool.completions.tolist() == [0, 0, 0, 1, 1]

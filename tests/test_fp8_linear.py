@@ -48,7 +48,9 @@ def test_forward_is_the_product_of_quantized_rows():
     reference = copy.deepcopy(linear)
     convert_to_fp8(holder, ROWWISE, emulate=True)
     x = torch.randn(5, 48)
-    expected = quantize_rows(x.bfloat16()) @ quantize_rows(reference.weight.detach().bfloat16()).T + reference.bias.double()
+    expected = (
+        quantize_rows(x.bfloat16()) @ quantize_rows(reference.weight.detach().bfloat16()).T + reference.bias.double()
+    )
     got = holder(x).double()
     assert (got - expected).abs().max() < 0.02  # BF16 output
     assert (got - reference(x).double()).abs().max() > 0.005  # and it is not the unquantized product

@@ -125,7 +125,10 @@ def test_sync_follows_the_trainer_there_and_back(trained):
 def test_corrupted_sync_raises(trained, fault):
     generation = trained.vllm_generation
     saved = {name: param.detach().clone() for name, param in trained.model.named_parameters()}
-    limit, generation.check_limit = generation.check_limit, 0.05  # a random model's log-probabilities are close together
+    limit, generation.check_limit = (
+        generation.check_limit,
+        0.05,
+    )  # a random model's log-probabilities are close together
     weights = {name: param.detach().bfloat16() for name, param in generation.named_weights()}
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -164,7 +167,7 @@ def test_bf16_training_with_fp8_rollout(make_trainer):
 
 
 def test_self_check_and_evaluation_do_not_change_a_run(make_trainer, toy_dataset):
-    """With the bounds held fixed, a run that checks every sync and evaluates every step equals one that does neither."""
+    """With fixed bounds, a run that checks every sync and evaluates every step equals one that does neither."""
     fixed = {**VLLM, "max_steps": 8, "calibration_min_tokens": 10**9}
     runs = {
         "on": make_trainer(

@@ -138,7 +138,7 @@ def test_damaged_state_stops_the_resume(make_trainer, tmp_path):
 
 
 def test_killed_run_resumes(toy_path, tmp_path):
-    """`kill -9` after the checkpoint at step 4: the resumed run has the schedule, bounds and weights of an unbroken one."""
+    """`kill -9` after the checkpoint at step 4: the resumed run has an unbroken one's schedule, bounds and weights."""
     script = tmp_path / "run.py"
     script.write_text(
         textwrap.dedent(

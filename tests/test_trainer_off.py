@@ -22,7 +22,11 @@ def run(trainer):
 
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"num_iterations": 2, "beta": 0.1}, {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}],
+    [
+        {},
+        {"num_iterations": 2, "beta": 0.1},
+        {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+    ],
     ids=["plain", "two iterations and KL", "accumulation and evaluation"],
 )
 def test_off_equals_trl(make_trainer, make_config, toy_path, toy_dataset, overrides):
@@ -66,4 +70,7 @@ def test_on_has_the_methods_defaults(tmp_path):
         vllm_importance_sampling_mode="sequence_truncate", vllm_importance_sampling_clip_max=3.0,
     )  # fmt: skip
     assert (chosen.epsilon, chosen.epsilon_high) == (0.15, 0.3)
-    assert (chosen.vllm_importance_sampling_mode, chosen.vllm_importance_sampling_clip_max) == ("sequence_truncate", 3.0)
+    assert (chosen.vllm_importance_sampling_mode, chosen.vllm_importance_sampling_clip_max) == (
+        "sequence_truncate",
+        3.0,
+    )

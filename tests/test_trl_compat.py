@@ -2,7 +2,8 @@
 """
 The contract with TRL's and vLLM's private parts: what `_trl_compat.py` relies on, stated one by one.
 
-If one of these fails after an upgrade, the code that names the attribute has to be read again before the version range is widened.
+If one of these fails after an upgrade, the code that names the attribute has to be read again before the version range
+is widened.
 """
 
 import ast
@@ -107,9 +108,19 @@ def test_without_overrides_the_hooked_classes_add_nothing():
 
 
 PRIVATE = {
-    "_step", "_buffered_inputs", "_iter_named_params", "_init_vllm", "_get_per_token_logps_and_entropies", "_compute_loss",
-    "_prepare_inputs", "_last_loaded_step", "model_executor", "driver_worker", "model_runner", "_generate",
-}  # fmt: skip
+    "_step",
+    "_buffered_inputs",
+    "_iter_named_params",
+    "_init_vllm",
+    "_get_per_token_logps_and_entropies",
+    "_compute_loss",
+    "_prepare_inputs",
+    "_last_loaded_step",
+    "model_executor",
+    "driver_worker",
+    "model_runner",
+    "_generate",
+}
 
 
 def test_private_names_stand_in_one_file_only():

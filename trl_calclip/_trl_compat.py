@@ -2,8 +2,8 @@
 """
 The only file that names private attributes of TRL and vLLM, each with the version it was written for.
 
-Everything else calls the functions and overrides the hooks that stand here. `tests/test_trl_compat.py` states what each of
-them relies on, so that an upgrade breaks a test before it breaks a run. Written for TRL 1.16 and vLLM 0.31.
+Everything else calls the functions and overrides the hooks that stand here. `tests/test_trl_compat.py` states what
+each of them relies on, so that an upgrade breaks a test before it breaks a run. Written for TRL 1.16 and vLLM 0.31.
 """
 
 import functools
@@ -53,24 +53,27 @@ def require_version(*distributions: str, needed_for: str, installed: dict[str, s
         if Version(version) in SpecifierSet(supported, prereleases=True):
             return
         raise ImportError(
-            f"{needed_for} was written for {names} {supported}, and {name} {version} is installed. Another version may "
-            f"quantize or load weights otherwise: install a supported one, `pip install '{name}{supported}'`."
+            f"{needed_for} was written for {names} {supported}, and {name} {version} is installed. Another version "
+            f"may quantize or load weights otherwise: install a supported one, `pip install '{name}{supported}'`."
         )
-    raise ImportError(f"{needed_for} needs {names}, which is not installed: `pip install '{distributions[0]}{supported}'`.")
+    raise ImportError(
+        f"{needed_for} needs {names}, which is not installed: `pip install '{distributions[0]}{supported}'`."
+    )
 
 
 class HookedGRPOTrainer(GRPOTrainer):
     """
-    [`~trl.GRPOTrainer`] with hooks at the moments that calibration needs. Without an override of them it is TRL's trainer.
+    [`~trl.GRPOTrainer`] with hooks at the moments that calibration needs. Without an override of them it is TRL's
+    trainer.
 
-    A rollout is one generation batch, used for `steps_per_generation * num_iterations` micro-batches. Evaluation calls no
-    hook: it neither counts as a rollout nor replaces the buffered one.
+    A rollout is one generation batch, used for `steps_per_generation * num_iterations` micro-batches. Evaluation calls
+    no hook: it neither counts as a rollout nor replaces the buffered one.
     """
 
     _scoring_policy = False
 
     def begin_rollout(self, micro_batches: list[dict[str, Any]]) -> None:
-        """Called when a rollout was generated and split, before its first update. `micro_batches` are the loss's own."""
+        """Called when a rollout was generated and split into the loss's `micro_batches`, before its first update."""
 
     def end_rollout(self) -> None:
         """Called after the backward pass of a rollout's last micro-batch, before the optimizer step."""
@@ -91,8 +94,8 @@ class HookedGRPOTrainer(GRPOTrainer):
         """
         Log-probabilities of the completion tokens of a micro-batch under the current weights.
 
-        The rows and padding are the loss's, so that both forwards have the same shapes. Under DDP the unwrapped module is
-        called; under FSDP and DeepSpeed `self.model` is what TRL itself scores the old policy with.
+        The rows and padding are the loss's, so that both forwards have the same shapes. Under DDP the unwrapped module
+        is called; under FSDP and DeepSpeed `self.model` is what TRL itself scores the old policy with.
 
         Returns:
             `torch.Tensor`: `(B, T)`, nats; 0 where the attention mask is 0.
@@ -168,7 +171,7 @@ def substituted_vllm_generation(cls: Callable[..., VLLMGeneration]) -> Iterator[
 
 
 class HookedVLLMGeneration(VLLMGeneration):
-    """[`~trl.generation.vllm_generation.VLLMGeneration`] with a say in how its engine is built, and its weights at hand."""
+    """[`~trl.generation.vllm_generation.VLLMGeneration`] with a say in how its engine is built."""
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments for `vllm.LLM` over TRL's own."""
@@ -178,8 +181,8 @@ class HookedVLLMGeneration(VLLMGeneration):
         """
         The trainer's weights one by one, gathered and with adapters merged, under vLLM's names.
 
-        A tied output head is named too: vLLM on a CPU packs its own copy of it at load, and a reload that names only the
-        embedding would leave that copy as it was.
+        A tied output head is named too: vLLM on a CPU packs its own copy of it at load, and a reload that names only
+        the embedding would leave that copy as it was.
         """
         tied = self.model.config.get_text_config().tie_word_embeddings
         for name, param in self._iter_named_params():
@@ -217,7 +220,7 @@ def reload_engine_weights(llm, weights: Iterable[tuple[str, torch.Tensor]]) -> N
     """
     Load checkpoint-format weights into an in-process engine and quantize them anew, in place (vLLM 0.31).
 
-    Loading into quantized modules by `load_weights` meets shape asserts; only the reload path restores the loadable layout
-    first. Tensors must stay valid until their layer is complete.
+    Loading into quantized modules by `load_weights` meets shape asserts; only the reload path restores the loadable
+    layout first. Tensors must stay valid until their layer is complete.
     """
     llm.llm_engine.model_executor.driver_worker.model_runner.reload_weights(weights_iterator=weights)

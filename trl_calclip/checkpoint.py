@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
-"""`calclip_state.json`: the calibration's state beside a checkpoint's weights, written by rename, read with suspicion."""
+"""`calclip_state.json`: the calibration's state in a checkpoint, written by rename, read with suspicion."""
 
 import json
 import os
@@ -50,5 +50,8 @@ def read_state(directory: str) -> dict[str, Any] | None:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} lacks what a resume needs ({error!r}). {remedy}") from error
     if any(type(count) is not int or count < 0 for count in counters) or not isinstance(history, list):
-        raise ValueError(f"{path} holds counters or a history that cannot be: {dict(zip(_COUNTERS, counters, strict=True))}. {remedy}")
+        raise ValueError(
+            f"{path} holds counters or a history that cannot be: {dict(zip(_COUNTERS, counters, strict=True))}. "
+            f"{remedy}"
+        )
     return state

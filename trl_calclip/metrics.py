@@ -23,8 +23,8 @@ def clip_metrics(pool: "TokenPool", *, reference: ClipRange, in_force: ClipRange
     """
     Clip shares of a calibration batch.
 
-    A token is over-clipped when FP8 clips it and BF16, at the reference bounds, would not. Shares are of the tokens with
-    negative (low) or positive (high) advantage; tokens with a non-finite ratio are in none.
+    A token is over-clipped when FP8 clips it and BF16, at the reference bounds, would not. Shares are of the tokens
+    with negative (low) or positive (high) advantage; tokens with a non-finite ratio are in none.
 
     Args:
         pool ([`TokenPool`]): Pooled tokens of the batch.
@@ -32,8 +32,8 @@ def clip_metrics(pool: "TokenPool", *, reference: ClipRange, in_force: ClipRange
         in_force ([`ClipRange`]): Bounds under which the batch was trained.
 
     Returns:
-        `dict[str, float]`: Shares in [0, 1], NaN without tokens of that sign. `*_reference`: as if the reference bounds had
-        been in force in FP8.
+        `dict[str, float]`: Shares in [0, 1], NaN without tokens of that sign. `*_reference`: as if the reference
+        bounds had been in force in FP8.
     """
     finite = pool.fp8_ratio.isfinite() & pool.bf16_ratio.isfinite()
     negative, positive = finite & (pool.advantages < 0), finite & (pool.advantages > 0)

@@ -14,8 +14,8 @@ def refuse_quantized(model: nn.Module) -> None:
     quantization = model.config.to_dict().get("quantization_config")
     if quantization is not None:
         raise ValueError(
-            f"The model was loaded quantized ({quantization}). FP8 training keeps master weights in high precision and "
-            "quantizes them itself: load the BF16 checkpoint, or set `fp8_recipe=None`."
+            f"The model was loaded quantized ({quantization}). FP8 training keeps master weights in high precision "
+            "and quantizes them itself: load the BF16 checkpoint, or set `fp8_recipe=None`."
         )
 
 
@@ -23,9 +23,9 @@ def refuse_dropout(model: nn.Module) -> None:
     """
     Refuse a model in which dropout is active in training mode.
 
-    Dropout draws other masks in the old and the current policy's forward: the importance ratio is then noisy without any
-    FP8, and calibration would mistake one noise for the other. `disable_dropout=True` empties dropout modules; it does not
-    reach rates that a module keeps as a number for a functional call, as attention layers do.
+    Dropout draws other masks in the old and the current policy's forward: the importance ratio is then noisy without
+    any FP8, and calibration would mistake one noise for the other. `disable_dropout=True` empties dropout modules; it
+    does not reach rates that a module keeps as a number for a functional call, as attention layers do.
 
     Raises:
         ValueError: If any dropout rate is above 0, with the modules that have it.
@@ -42,8 +42,8 @@ def refuse_dropout(model: nn.Module) -> None:
     if active:
         shown = ", ".join(active[:4]) + (f" and {len(active) - 4} more" if len(active) > 4 else "")
         raise ValueError(
-            f"`calibrated_clip=True` needs a model without dropout, this one has {shown}. Dropout makes the importance ratio "
-            "noisy without FP8. Set `disable_dropout=True` (it empties dropout modules, LoRA's included), `lora_dropout=0` in "
-            "the PEFT config, and rates of functional attention dropout to 0 in the model's config "
-            "(`model_init_kwargs={'attention_dropout': 0.0}`)."
+            f"`calibrated_clip=True` needs a model without dropout, this one has {shown}. Dropout makes the "
+            "importance ratio noisy without FP8. Set `disable_dropout=True` (it empties dropout modules, LoRA's "
+            "included), `lora_dropout=0` in the PEFT config, and rates of functional attention dropout to 0 in the "
+            "model's config (`model_init_kwargs={'attention_dropout': 0.0}`)."
         )

@@ -76,7 +76,9 @@ def summary_table(
         table.add_row(
             "  clipped in FP8 at the reference bounds", _percent(mean_share(later, "clip_frac_low_neg_fp8_reference"))
         )
-        table.add_row("  clipped in FP8 at the calibrated bounds", _percent(mean_share(later, "clip_frac_low_neg_fp8")))
+        table.add_row(
+            "  clipped in FP8 at the calibrated bounds", _percent(mean_share(later, "clip_frac_low_neg_fp8"))
+        )
         table.add_row(
             "  over-clipped, before and after calibration",
             f"{_percent(mean_share(later, 'overclip_low_frac_reference'))} → "

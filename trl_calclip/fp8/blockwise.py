@@ -14,18 +14,10 @@ Source: torchao 0.18, `prototype/blockwise_fp8_training/{linear,kernels}.py`.
 import torch
 from torch.nn import functional as F
 
-from .quantizers import FP8_MAX, float32_matmul, to_fp8
+from .quantizers import float32_matmul, multiplier_from_amax, to_fp8
 
 
 BLOCK = 128
-
-# torchao's floor for the largest magnitude of a block: zeros get a finite scale.
-_MIN_AMAX = 1e-12
-
-
-def _multiplier(amax: torch.Tensor) -> torch.Tensor:
-    """What a block is multiplied with before rounding: `448 / amax`, divided in float64, then float32."""
-    return (FP8_MAX / amax.double().clamp(min=_MIN_AMAX)).float()
 
 
 def _pad_last(values: torch.Tensor) -> torch.Tensor:
@@ -47,7 +39,7 @@ def quantize_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = values.shape
     padded = _pad_last(values)
     groups = padded.reshape(rows, padded.shape[1] // BLOCK, BLOCK)
-    multiplier = _multiplier(groups.abs().amax(dim=-1, keepdim=True))
+    multiplier = multiplier_from_amax(groups.abs().amax(dim=-1, keepdim=True))
     payload = to_fp8(groups.float() * multiplier).reshape(padded.shape)
     return payload[:, :columns], multiplier.squeeze(-1).reciprocal()
 
@@ -66,7 +58,7 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
     padded = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    multiplier = _multiplier(blocks.abs().amax(dim=(1, 3), keepdim=True))
+    multiplier = multiplier_from_amax(blocks.abs().amax(dim=(1, 3), keepdim=True))
     payload = to_fp8(blocks.float() * multiplier).reshape(padded.shape)
     return payload[:rows, :columns], multiplier[:, 0, :, 0].reciprocal()
 

@@ -25,6 +25,9 @@ FP8_MAX = torch.finfo(FP8_DTYPE).max
 # vLLM's floor for scales of rows: a row whose largest entry is under 1/512 does not use the whole range of FP8.
 MIN_ROW_SCALE = 1.0 / (FP8_MAX * 512.0)
 
+# torchao's floor for the largest magnitude of whatever shares a scale.
+_MIN_AMAX = 1e-12
+
 # Projections that vLLM fuses into one linear, hence under one per-tensor scale. The names are those of a loaded
 # engine's `packed_modules_mapping` for the Llama, Mistral, Qwen, Gemma and SmolLM families.
 PACKED_PROJECTIONS: Mapping[str, Sequence[str]] = {
@@ -42,6 +45,11 @@ def scale_from_amax(amax: torch.Tensor) -> torch.Tensor:
     """`amax / 448` in float32, correctly rounded on every device."""
     # A tensor as divisor: a Python number would become a multiplication by 1/448 on a GPU.
     return amax.float() / torch.full((), FP8_MAX, device=amax.device)
+
+
+def multiplier_from_amax(amax: torch.Tensor) -> torch.Tensor:
+    """torchao's rule: `448 / amax`, divided in float64, then float32. Zeros get a finite one."""
+    return (FP8_MAX / amax.double().clamp(min=_MIN_AMAX)).float()
 
 
 def quantize_per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,6 +100,20 @@ def quantize_per_tensor(weight: torch.Tensor, amax: torch.Tensor | None = None) 
     # The floor is there for weights of zeros alone: vLLM has none, and makes NaN of them.
     scale = scale_from_amax(amax.reshape(1)).clamp(min=torch.finfo(torch.float32).tiny)
     return to_fp8(weight.float() * scale.reciprocal()), scale
+
+
+def quantize_input_per_tensor(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Quantize activations with one scale, as torchao's tensor-wise recipe does. vLLM has no counterpart on FP8 GPUs.
+
+    Args:
+        input (`torch.Tensor` of shape `(M, K)`): Activations of a micro-batch.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Payload `(M, K)` and scale `(1,)`. A NaN makes everything NaN.
+    """
+    multiplier = multiplier_from_amax(input.abs().amax().reshape(1))
+    return to_fp8(input.float() * multiplier), multiplier.reciprocal()
 
 
 def float32_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
