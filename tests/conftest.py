@@ -9,6 +9,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+# One thread: the models are too small for two, and on a busy machine threads wait for one another at every operation.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -39,7 +41,7 @@ def digits_reward(completions, **kwargs) -> list[float]:
 
 @pytest.fixture
 def make_config(tmp_path):
-    """Function from overrides to a `CalibratedGRPOConfig`: four updates per rollout, every second rollout calibrates."""
+    """Function from overrides to a config with four updates per rollout, of which every second calibrates."""
 
     def build(**overrides) -> CalibratedGRPOConfig:
         settings = {

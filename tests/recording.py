@@ -136,4 +136,8 @@ def make_recorder(make_config, toy_path, toy_dataset):
         arguments = {"model": toy_path, "reward_funcs": digits_reward, "train_dataset": toy_dataset, **(trainer or {})}
         return RecordingTrainer(args=make_config(**{**narrow, **moving, **overrides}), **arguments)
 
-    return build
+    # The toy gains nothing from more threads, and on a busy machine they wait for one another at every operation.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield build
+    torch.set_num_threads(threads)

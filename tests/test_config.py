@@ -7,6 +7,7 @@ from trl import GRPOConfig, TrlParser
 
 from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, ClipRange
 from trl_calclip._trl_compat import require_version
+from trl_calclip.fp8.recipes import get_recipe
 
 
 BASE = {"use_cpu": True, "steps_per_generation": 4, "report_to": "none"}
@@ -43,8 +44,27 @@ REFUSED = [
     ({"fp8_rollout": "off"}, ValueError, "no effect without vLLM"),
     ({"fp8_rollout": "rowwise"}, ValueError, "no effect without vLLM"),
     ({"fp8_emulate": "yes"}, TypeError, "`fp8_emulate`"),
+    ({"fp8_emulate": False, "fp8_recipe": "blockwise"}, ValueError, "'blockwise'` has kernels for CUDA GPUs only"),
+    ({"fp8_rollout": "blockwise", "use_vllm": True}, ValueError, "'rowwise'.*'blockwise'.*different rules"),
+    (
+        {"fp8_recipe": "tensorwise", "fp8_rollout": "rowwise", "use_vllm": True},
+        ValueError,
+        "different rules.*`fp8_allow_mismatch=True`",
+    ),
+    ({"fp8_allow_mismatch": True, "use_vllm": True}, ValueError, "`fp8_allow_mismatch=True` has no effect"),
+    ({"fp8_allow_mismatch": 1}, TypeError, "`fp8_allow_mismatch`"),
+    ({"fp8_allow_moe": "yes"}, TypeError, "`fp8_allow_moe`"),
+    ({"fp8_ignore": "*.o_proj"}, TypeError, "`fp8_ignore` must be a list"),
+    ({"fp8_ignore": [3]}, TypeError, "`fp8_ignore` must be a list"),
+    (
+        {"fp8_ignore": ["*.o_proj"], "fp8_recipe": None, "calibrated_clip": False},
+        ValueError,
+        "`fp8_ignore=.*has no effect",
+    ),
+    ({"fp8_kv_cache": True}, NotImplementedError, "`fp8_kv_cache=True` is refused: vLLM 0.31 computes no scales"),
     ({"fp8_recipe": None, "calibrated_clip": False, "fp8_emulate": True}, ValueError, "no effect with `fp8_rec"),
     ({"fp16": True, "bf16": False}, ValueError, "`fp16=True`"),
+    ({"use_transformers_continuous_batching": True}, ValueError, "master weights are lost"),
     ({"use_vllm": True, "vllm_mode": "server"}, NotImplementedError, "`vllm_mode='server'`"),
     ({"use_vllm": True, "vllm_enable_sleep_mode": True}, NotImplementedError, "`vllm_enable_sleep_mode"),
     ({"fp8_sync_check_interval": -1}, ValueError, "`fp8_sync_check_interval`"),
@@ -103,6 +123,29 @@ def test_refused(tmp_path, overrides, error, message):
 )
 def test_accepted(tmp_path, overrides):
     CalibratedGRPOConfig(output_dir=str(tmp_path), **{**BASE, **overrides})
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_every_recipe_trains_rolls_out_or_both(tmp_path, name):
+    def build(**overrides):
+        return CalibratedGRPOConfig(output_dir=str(tmp_path), **{**BASE, "use_vllm": True, **overrides})
+
+    both = build(fp8_recipe=name)
+    assert both.training_recipe is both.rollout_recipe is get_recipe(name)
+    rollout = build(fp8_recipe=None, fp8_rollout=name, calibrated_clip=False)
+    assert rollout.training_recipe is None and rollout.rollout_recipe is get_recipe(name)
+    trainer = build(fp8_recipe=name, fp8_rollout="off")
+    assert trainer.training_recipe is get_recipe(name) and trainer.rollout_recipe is None
+
+
+def test_pairs_of_recipes(tmp_path):
+    def build(**overrides):
+        return CalibratedGRPOConfig(output_dir=str(tmp_path), **{**BASE, "use_vllm": True, **overrides})
+
+    build(fp8_recipe="rowwise", fp8_rollout="rowwise_with_gw_hp")  # one forward, two gradients
+    build(fp8_recipe="rowwise_with_gw_hp", fp8_rollout="rowwise")
+    with pytest.warns(UserWarning, match=r"Trainer \(rowwise\) and rollout \(blockwise\) quantize by different rules"):
+        build(fp8_recipe="rowwise", fp8_rollout="blockwise", fp8_allow_mismatch=True)
 
 
 def test_recipes_of_the_two_sides(tmp_path):

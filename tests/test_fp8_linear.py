@@ -255,7 +255,7 @@ def test_gradients_are_torchaos():
     torch.manual_seed(0)
     for emulate in (True, False):
         config = ROWWISE.torchao_config(emulate=emulate)
-        linear = SwitchableFloat8Linear.from_float(nn.Linear(64, 48, bias=False), config=config)
+        linear = SwitchableFloat8Linear.from_float(nn.Linear(64, 48, bias=False), config, ROWWISE)
         x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
         gradient = torch.randn(2, 16, 48, dtype=torch.bfloat16)
         weight = linear.weight.detach().bfloat16().requires_grad_()

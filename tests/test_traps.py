@@ -281,18 +281,18 @@ def mixtral(**overrides):
 
 
 @pytest.mark.parametrize(
-    ("build", "named"),
+    ("build", "named", "overrides"),
     [
-        (lambda: gpt_neox(attention_dropout=0.1), r"attention\.attention_dropout \(0\.1\)"),
-        (lambda: opt(layerdrop=0.1), "layerdrop"),
-        (lambda: mixtral(router_jitter_noise=0.1), "jitter"),
+        (lambda: gpt_neox(attention_dropout=0.1), r"attention\.attention_dropout \(0\.1\)", {}),
+        (lambda: opt(layerdrop=0.1), "layerdrop", {}),
+        (lambda: mixtral(router_jitter_noise=0.1), "jitter", {"fp8_allow_moe": True}),
     ],
     ids=["attention", "layer drop", "router jitter"],
 )
-def test_noise_that_disable_dropout_does_not_reach_is_refused(make_recorder, build, named):
+def test_noise_that_disable_dropout_does_not_reach_is_refused(make_recorder, build, named, overrides):
     model = {"model": build(), "processing_class": build_tokenizer()}
     with pytest.raises(ValueError, match=named):
-        make_recorder(trainer=model, disable_dropout=True)
+        make_recorder(trainer=model, disable_dropout=True, **overrides)
 
 
 def test_dropout_modules_are_refused_unless_disabled(make_recorder):

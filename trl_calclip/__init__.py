@@ -1,17 +1,53 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
-"""Full-pipeline FP8 reinforcement learning for TRL, with calibrated clip bounds."""
+"""
+Full-pipeline FP8 reinforcement learning for TRL, with calibrated clip bounds.
 
-from .calibrated_grpo_config import CalibratedGRPOConfig
-from .calibrated_grpo_trainer import CalibratedGRPOTrainer
-from .callbacks import CalibrationCallback
-from .clip_range import CalibrationResult, ClipRange, calibrate_clip_range
+Names are imported when they are first asked for: vLLM loads this package's plugin in each of its processes, and those
+have no use for TRL.
+"""
 
+import importlib
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from .calibrated_grpo_config import CalibratedGRPOConfig
+    from .calibrated_grpo_trainer import CalibratedGRPOTrainer
+    from .callbacks import CalibrationCallback
+    from .clip_range import CalibrationResult, ClipRange, calibrate_clip_range
+    from .fp8.alignment import AlignmentReport, alignment_report
+
+
+_MODULES = {
+    "AlignmentReport": ".fp8.alignment",
+    "CalibratedGRPOConfig": ".calibrated_grpo_config",
+    "CalibratedGRPOTrainer": ".calibrated_grpo_trainer",
+    "CalibrationCallback": ".callbacks",
+    "CalibrationResult": ".clip_range",
+    "ClipRange": ".clip_range",
+    "alignment_report": ".fp8.alignment",
+    "calibrate_clip_range": ".clip_range",
+}
 
 __all__ = [
+    "AlignmentReport",
     "CalibratedGRPOConfig",
     "CalibratedGRPOTrainer",
     "CalibrationCallback",
     "CalibrationResult",
     "ClipRange",
+    "alignment_report",
     "calibrate_clip_range",
 ]
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

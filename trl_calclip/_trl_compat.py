@@ -10,12 +10,13 @@ import functools
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import trl.generation.vllm_generation as vllm_generation_module
 import trl.trainer.grpo_trainer as grpo_trainer_module
+from accelerate.utils import is_peft_model
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from trl import GRPOTrainer
@@ -177,18 +178,45 @@ class HookedVLLMGeneration(VLLMGeneration):
         """Arguments for `vllm.LLM` over TRL's own."""
         return {}
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weight_names(self) -> list[str]:
         """
-        The trainer's weights one by one, gathered and with adapters merged, under vLLM's names.
+        Names that `named_weights` yields, without merging or copying anything; sharded models are gathered for it.
+        """
+        return [name for name, _ in self.named_weights(merge=False)]
+
+    def named_weights(self, *, merge: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        The trainer's weights one by one, gathered and, unless `merge` is off, with adapters merged, under vLLM's
+        names.
 
         A tied output head is named too: vLLM on a CPU packs its own copy of it at load, and a reload that names only
-        the embedding would leave that copy as it was.
+        the embedding would leave that copy as it was. A tensor is valid until the next one is asked for.
         """
         tied = self.model.config.get_text_config().tie_word_embeddings
-        for name, param in self._iter_named_params():
+        for name, param in (
+            self._iter_adapted_params(merge) if is_peft_model(self.model) else self._iter_named_params()
+        ):
             yield name, param
             if tied and name.endswith("embed_tokens.weight"):
                 yield "lm_head.weight", param
+
+    def _iter_adapted_params(self, merge: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        # TRL merges all adapters at once and subtracts them again afterwards, which leaves rounding errors in the
+        # frozen base, more with each sync. Here one layer at a time is merged and put back as it was.
+        model = self.model
+        if self._dist.is_fsdp:
+            raise NotImplementedError(
+                "Adapters under FSDP cannot be merged for a checked vLLM engine without changing the frozen base "
+                "weights. Train adapters under DDP or DeepSpeed, or train all weights."
+            )
+        with self._dist.gather_params(list(model.parameters())):
+            for name, param in model.named_parameters():
+                if model.prefix in name or "original_module" in name:
+                    continue
+                fixed = name.removeprefix("base_model.model.").replace(".base_layer", "")
+                fixed = self._fix_param_name_to_vllm(fixed, extra_prefixes=["modules_to_save.default."])
+                with merged_adapters(model, name) if merge else nullcontext():
+                    yield fixed, param.data
 
     def _init_vllm(self) -> None:
         with _extra_llm_arguments(**self.engine_arguments()):
@@ -214,6 +242,66 @@ def _extra_llm_arguments(**arguments: Any) -> Iterator[None]:
 def engine_model(llm) -> torch.nn.Module:
     """The model of an in-process vLLM engine (vLLM 0.31)."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+
+
+def engine_quantization(llm) -> str | None:
+    """Quantization scheme of an in-process engine as the user named it, `None` for BF16 (vLLM 0.31)."""
+    return llm.llm_engine.vllm_config.model_config.quantization
+
+
+def engine_parameter_names(llm) -> list[str]:
+    """
+    Names of what a checkpoint must bring for an in-process engine, parts of fused layers one by one (vLLM 0.31).
+
+    Scales are left out: quantizing makes them.
+    """
+    model = engine_model(llm)
+    names = []
+    for name, _ in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        parent, _, module = path.rpartition(".")
+        if leaf.endswith("_scale") or leaf.endswith("_scale_inv"):
+            continue
+        for part in model.packed_modules_mapping.get(module, [module]):
+            names.append(".".join(filter(None, [parent, part, leaf])))
+    return names
+
+
+def engine_weight_names(llm, names: Iterable[str]) -> list[tuple[str, str]]:
+    """
+    Checkpoint names with the engine's names for them, parts of fused layers under their own (vLLM 0.31).
+
+    Names that vLLM skips while it loads are left out.
+    """
+    names = list(names)
+    mapper = engine_model(llm).hf_to_vllm_mapper
+    if mapper is None:
+        return [(name, name) for name in names]
+    mapper = mapper.get_rename_mapper()
+    return [(name, mapped) for name in names for mapped in mapper.apply_list([name])]
+
+
+@contextmanager
+def merged_adapters(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """
+    Merge the active adapters of the layer that parameter `name` belongs to, while the context lasts.
+
+    Afterwards the layer's weights are what they were, bit for bit: subtracting an adapter would leave rounding errors.
+    Parameters outside a PEFT base layer are left alone.
+    """
+    path, base, _ = name.rpartition(".base_layer.")
+    if not base:
+        yield
+        return
+    layer = model.get_submodule(path)
+    saved = {param: param.detach().clone() for param in layer.get_base_layer().parameters()}
+    layer.merge()
+    try:
+        yield
+    finally:
+        layer.unmerge()
+        for param, value in saved.items():
+            param.data.copy_(value)
 
 
 def reload_engine_weights(llm, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

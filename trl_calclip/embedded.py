@@ -109,7 +109,7 @@ def arithmetic_dataset(
     size: int, seed: int = 0, split: Literal["warm_start", "train", "test"] = "train"
 ) -> Dataset:
     """
-    Sums and differences of four or five numbers of one digit.
+    Sums and differences of three or four numbers of one digit.
 
     reasoning-gym seeds item `i` of a data set with `seed + i`, so that neighbouring seeds give shifted copies of the
     same items. Here the seeds are a thousand million apart, and an expression belongs to the one split that its CRC-32
@@ -136,7 +136,7 @@ def arithmetic_dataset(
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, but is {split!r}.")
     items = _reasoning_gym().create_dataset(
-        TASK, min_terms=4, max_terms=5, min_digits=1, max_digits=1, seed=seed * 10**9, size=10**9
+        TASK, min_terms=3, max_terms=4, min_digits=1, max_digits=1, seed=seed * 10**9, size=10**9
     )
     rows = []
     for item in items:

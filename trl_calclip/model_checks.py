@@ -3,6 +3,8 @@
 
 from torch import nn
 
+from .fp8.linear import fp8_linears
+
 
 def refuse_quantized(model: nn.Module) -> None:
     """
@@ -19,16 +21,31 @@ def refuse_quantized(model: nn.Module) -> None:
         )
 
 
-def refuse_dropout(model: nn.Module) -> None:
+def refuse_converted(model: nn.Module) -> None:
     """
-    Refuse a model in which dropout is active in training mode.
-
-    Dropout draws other masks in the old and the current policy's forward: the importance ratio is then noisy without
-    any FP8, and calibration would mistake one noise for the other. `disable_dropout=True` empties dropout modules; it
-    does not reach rates that a module keeps as a number for a functional call, as attention layers do.
+    Refuse a model whose linears an earlier trainer has converted.
 
     Raises:
-        ValueError: If any dropout rate is above 0, with the modules that have it.
+        ValueError: If the model holds float8 linears.
+    """
+    if fp8_linears(model):
+        raise ValueError(
+            "The model's linears are float8 linears already: an earlier trainer in this process converted it in place. "
+            "Load the model anew, or pass its name."
+        )
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """
+    Refuse a model in which dropout, or another random noise, is active in training mode.
+
+    It draws other numbers in the old and the current policy's forward: the importance ratio is then noisy without any
+    FP8, and calibration would mistake one noise for the other. `disable_dropout=True` empties dropout modules; it does
+    not reach rates that a module keeps as a number, as attention layers do for a functional call, and neither layer
+    drop nor a router's jitter.
+
+    Raises:
+        ValueError: If any such rate is above 0, with the modules that have it.
     """
     active = []
     for name, module in model.named_modules():
@@ -37,13 +54,13 @@ def refuse_dropout(model: nn.Module) -> None:
                 active.append(f"{name} (p={module.p})")
             continue
         for attribute, value in vars(module).items():
-            if "dropout" in attribute and isinstance(value, float) and value > 0:
+            if any(word in attribute for word in ("drop", "jitter")) and isinstance(value, float) and value > 0:
                 active.append(f"{name}.{attribute} ({value})")
     if active:
         shown = ", ".join(active[:4]) + (f" and {len(active) - 4} more" if len(active) > 4 else "")
         raise ValueError(
             f"`calibrated_clip=True` needs a model without dropout, this one has {shown}. Dropout makes the "
             "importance ratio noisy without FP8. Set `disable_dropout=True` (it empties dropout modules, LoRA's "
-            "included), `lora_dropout=0` in the PEFT config, and rates of functional attention dropout to 0 in the "
-            "model's config (`model_init_kwargs={'attention_dropout': 0.0}`)."
+            "included), `lora_dropout=0` in the PEFT config, and all other rates to 0 in the model's config, e.g. "
+            "`model_init_kwargs={'attention_dropout': 0.0}`."
         )

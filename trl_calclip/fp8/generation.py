@@ -2,18 +2,33 @@
 """
 The vLLM FP8 engine: build it, push weights into it, and check that it took them.
 
-Subclass of TRL's `VLLMGeneration`; what differs is the engine's quantization, the reload that re-quantizes on every sync, and
-the self-check. Generation itself is TRL's.
+Subclass of TRL's `VLLMGeneration`; what differs is the engine's quantization, the reload that re-quantizes on every
+sync, and the self-check. Generation itself is TRL's.
 """
 
+import logging
 import os
+from collections.abc import Sequence
 
 import torch
 
-from .._trl_compat import HookedVLLMGeneration, engine_model, reload_engine_weights
+from .._trl_compat import (
+    HookedVLLMGeneration,
+    engine_model,
+    engine_parameter_names,
+    engine_weight_names,
+    reload_engine_weights,
+)
+from .alignment import EXACT, GPU_TOLERANCE, AlignmentReport, alignment_report
+from .recipes import Recipe
+from .selection import refuse_moe, select_linears
 
 
-# Length of the self-check's fixed probe, in tokens. Its mean gap is compared with the limit, so a few dozen are enough.
+logger = logging.getLogger(__name__)
+
+
+# Length of the self-check's fixed probe, in tokens. Its mean gap is compared with the limit, so a few dozen are
+# enough.
 PROBE_LENGTH = 64
 
 
@@ -22,24 +37,49 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
     [`~trl.generation.vllm_generation.VLLMGeneration`] whose colocated engine holds FP8 weights and is checked.
 
     Args:
-        quantization (`str` or `None`): vLLM's online quantization scheme, `None` for a BF16 engine.
-        check_interval (`int`): Syncs between two self-checks; the first sync is always checked. 0 checks the first only.
+        recipe (`Recipe` or `None`): FP8 recipe of the engine, `None` for a BF16 engine.
+        ignore (`Sequence[str]`): `fnmatch` patterns on names of linears that stay in BF16.
+        allow_moe (`bool`): Whether a mixture of experts is only warned of.
+        allow_mismatch (`bool`): Whether trainer and engine may have different FP8 recipes.
+        check_interval (`int`): Syncs between two self-checks; the first sync is always checked. 0 checks the first
+            only.
         check_limit (`float`): Largest mean absolute log-probability gap between engine and trainer, nats per token.
         **kwargs: What `VLLMGeneration` takes.
     """
 
-    def __init__(self, *args, quantization: str | None, check_interval: int, check_limit: float, **kwargs):
-        self.quantization = quantization
+    def __init__(
+        self,
+        *args,
+        recipe: Recipe | None,
+        check_interval: int,
+        check_limit: float,
+        ignore: Sequence[str] = (),
+        allow_moe: bool = False,
+        allow_mismatch: bool = False,
+        **kwargs,
+    ):
+        self.recipe = recipe
+        self.ignore = ignore
+        self.allow_moe = allow_moe
+        self.allow_mismatch = allow_mismatch
         self.check_interval = check_interval
         self.check_limit = check_limit
         self.num_syncs = 0
         self.probe_gap: float | None = None
+        self.alignment: AlignmentReport | None = None
         num_threads = torch.get_num_threads()
         super().__init__(*args, **kwargs)
         torch.set_num_threads(num_threads)  # the engine lowers it for the whole process
 
     def engine_arguments(self) -> dict:
-        arguments = {"quantization": self.quantization, "dtype": "bfloat16"}
+        arguments = {"quantization": None, "dtype": "bfloat16"}
+        if self.recipe is not None:
+            # Only here: the module imports vLLM.
+            from .vllm_reference import engine_arguments
+
+            refuse_moe(self.model, allow=self.allow_moe)
+            left = select_linears(self.model, self.ignore).bf16
+            arguments.update(engine_arguments(self.recipe.vllm_quantization, left))
         if self.accelerator.device.type == "cpu":
             # Compilation costs 20 s at start and gains nothing here; without the two variables vLLM sizes its cache
             # from a NUMA reading and pins threads that the trainer needs.
@@ -53,8 +93,11 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
         Push the trainer's weights, rounded to BF16, into the engine, which quantizes them anew.
 
         Raises:
-            RuntimeError: If a self-check is due and the engine does not compute with the trainer's weights.
+            RuntimeError: If the names of the weights are not those that the engine needs, before anything is loaded;
+            if a
+                self-check is due and the engine does not hold the trainer's weights, or computes otherwise.
         """
+        self._check_names()
         reload_engine_weights(self.llm, self._iter_bf16_weights())
         # Cached prefixes were computed with the weights before.
         self.llm.reset_prefix_cache()
@@ -62,9 +105,53 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
         self.num_syncs += 1
         if due:
             self.check_sync()
+            self.check_alignment()
+
+    def _check_names(self) -> None:
+        # vLLM fills a fused layer that lacks a part with whatever is in memory, and is dead after an unknown name.
+        engine_names = [engine_name for _, engine_name in engine_weight_names(self.llm, self.weight_names())]
+        given, needed = set(engine_names), set(engine_parameter_names(self.llm))
+        missing = sorted(needed - given)
+        unknown = sorted(given - needed - {"lm_head.weight"})  # a tied head is the embedding under another name
+        twice = (
+            sorted({name for name in given if engine_names.count(name) > 1}) if len(given) < len(engine_names) else []
+        )
+        if missing or unknown or twice:
+            faults = (("missing", missing), ("unknown to the engine", unknown), ("given twice", twice))
+            listed = "; ".join(f"{fault}: {', '.join(names[:6])}" for fault, names in faults if names)
+            raise RuntimeError(
+                f"The trainer's weights do not fit the vLLM engine ({listed}). Nothing was loaded: vLLM would compute with "
+                "memory that was never written, or stop half-way. The model of the trainer must be the one that the "
+                "engine was started from."
+            )
+
+    def check_alignment(self) -> AlignmentReport | None:
+        """
+        Compare the numbers that trainer and engine hold, bit for bit on a CPU, within `GPU_TOLERANCE` on a GPU.
+
+        Returns:
+            [`AlignmentReport`] or `None`: `None` where weights are sharded, in the trainer or in the engine, and
+            cannot be compared.
+
+        Raises:
+            RuntimeError: If a layer differs, with the layers' names.
+        """
+        if self.tensor_parallel_size > 1 or self._dist.is_fsdp or self._dist.is_zero3:
+            return None
+        report = alignment_report(self.accelerator.unwrap_model(self.model), self.llm)
+        if self.alignment is None and self.accelerator.is_main_process:
+            fp8 = [layer.name for layer in report.layers if layer.engine_fp8]
+            logger.info("%s", report)
+            logger.info("FP8 layers of the engine: %s", ", ".join(fp8))
+        self.alignment = report
+        on_cpu = self.accelerator.device.type == "cpu"
+        if not (self.allow_mismatch and report.trainer_recipe != report.engine_recipe):
+            report.raise_on_difference(EXACT if on_cpu else GPU_TOLERANCE)
+        return report
 
     def _iter_bf16_weights(self):
-        # Copies: vLLM holds a layer's tensors until its last one arrives, and adapters are unmerged in place afterwards.
+        # Copies: vLLM holds a layer's tensors until its last one arrives, and adapters are unmerged in place
+        # afterwards.
         for name, param in self.named_weights():
             yield name, param.detach().to(torch.bfloat16, copy=True)
 
@@ -75,7 +162,8 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
         No random generator is moved: the probe is teacher-forced, its one sampled token is greedy and thrown away.
 
         Returns:
-            `float`: Mean absolute gap of the log-probabilities at temperature 1, nats per token, the largest over ranks.
+            `float`: Mean absolute gap of the log-probabilities at temperature 1, nats per token, the largest over
+            ranks.
 
         Raises:
             RuntimeError: If the gap is above `check_limit` or not finite, on every rank alike.
@@ -91,10 +179,10 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
         if not self.probe_gap <= self.check_limit:
             raise RuntimeError(
                 f"The vLLM engine does not compute with the trainer's weights: after weight sync {self.num_syncs} the "
-                f"log-probabilities of a fixed probe of {len(probe)} tokens differ by {self.probe_gap:.3g} nats on average, "
-                f"above `fp8_sync_check_limit={self.check_limit}`. FP8 noise alone stays far below. Rollouts would come from "
-                "another policy than the one trained. Look at the sync first: vLLM's version, a model class whose reload "
-                "path is broken (vllm#48284), weights changed outside the trainer."
+                f"log-probabilities of a fixed probe of {len(probe)} tokens differ by {self.probe_gap:.3g} nats on "
+                f"average, above `fp8_sync_check_limit={self.check_limit}`. FP8 noise alone stays far below. Rollouts "
+                "would come from another policy than the one trained. Look at the sync first: vLLM's version, a model "
+                "class whose reload path is broken (vllm#48284), weights changed outside the trainer."
             )
         return self.probe_gap
 

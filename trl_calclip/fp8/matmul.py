@@ -2,9 +2,9 @@
 """
 The trainer's float8 products with scales per row or per tensor: forward with vLLM's numbers, backward torchao's own.
 
-torchao's forward differs from vLLM's in the last bit of its scales, which moves a few payloads in ten thousand by one FP8
-step. Quantized by the rules in `quantizers.py`, trainer and rollout multiply the same numbers, and on a CPU the emulated
-row-wise product is the engine's bit for bit. `blockwise.py` has the third product.
+torchao's forward differs from vLLM's in the last bit of its scales, which moves a few payloads in ten thousand by one
+FP8 step. Quantized by the rules in `quantizers.py`, trainer and rollout multiply the same numbers, and on a CPU the
+emulated row-wise product is the engine's bit for bit. `blockwise.py` has the third product.
 """
 
 import torch
@@ -65,8 +65,8 @@ def tensorwise_matmul(input: torch.Tensor, weight: torch.Tensor, linear: nn.Line
     """
     Product of `linear` with one scale per operand, for the fast tensor-wise GEMM.
 
-    The weight's scale is shared by the linears that the rollout engine fuses. Activations have one scale per micro-batch,
-    as torchao's recipe says, where the engine has one per token: that part of the mismatch stays.
+    The weight's scale is shared by the linears that the rollout engine fuses. Activations have one scale per
+    micro-batch, as torchao's recipe says, where the engine has one per token: that part of the mismatch stays.
     """
     with torch.no_grad():
         operands = (

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
-"""The one table of FP8 recipes: how the trainer multiplies, what vLLM rolls out with, and what the hardware must offer."""
+"""
+The one table of FP8 recipes: how the trainer multiplies, what vLLM rolls out with, and what the hardware must offer.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,7 +28,8 @@ class Recipe:
         matmul (`Callable`): `(input, weight, linear) -> output`, the trainer's product, in BF16 and without bias.
         quantize_weight (`Callable`):
             `(weight, amax) -> (payload, scale)`: the weight as the trainer quantizes it in the forward pass and the
-            engine stores it. `amax` is that of [`SwitchableFloat8Linear.weight_amax`], `None` unless scales are shared.
+            engine stores it. `amax` is that of [`SwitchableFloat8Linear.weight_amax`], `None` unless scales are
+            shared.
         shares_weight_scale (`bool`): Whether linears that the engine fuses have one weight scale together.
         vllm_quantization (`str`): vLLM's online quantization scheme with the same scales.
         vllm_cpu_quantization (`str`): The scheme that an engine on a CPU runs: vLLM's, or this package's stand-in.
@@ -64,7 +67,9 @@ class Recipe:
         )
 
     def matches(self, other: "Recipe") -> bool:
-        """Whether a trainer with this recipe and an engine with the other quantize weights and activations by one rule."""
+        """
+        Whether a trainer with this recipe and an engine with the other quantize weights and activations by one rule.
+        """
         return self.vllm_quantization == other.vllm_quantization
 
 
@@ -82,8 +87,8 @@ RECIPES = {
     for recipe in [
         Recipe(
             name="tensorwise",
-            scale_rule="one scale per weight, shared by the linears that the engine fuses, and one per micro-batch in the "
-            "trainer, per token in the engine",
+            scale_rule="one scale per weight, shared by the linears that the engine fuses, and one per micro-batch in "
+            "the trainer, per token in the engine",
             torchao_recipe="tensorwise",
             matmul=tensorwise_matmul,
             quantize_weight=quantize_per_tensor,
@@ -176,8 +181,8 @@ def resolve_emulate(
             "than BF16, for study only), or `fp8_recipe=None` to train in BF16."
         )
     raise ValueError(
-        f"`fp8_recipe={recipe.name!r}` runs on CUDA GPUs and, emulated, on CPUs; this run uses a {device_type!r} device. "
-        "Set `fp8_emulate=True` to emulate there, or `fp8_recipe=None` to train in BF16."
+        f"`fp8_recipe={recipe.name!r}` runs on CUDA GPUs and, emulated, on CPUs; this run uses a {device_type!r} "
+        "device. Set `fp8_emulate=True` to emulate there, or `fp8_recipe=None` to train in BF16."
     )
 
 

@@ -2,8 +2,8 @@
 """
 Which linears become FP8, decided once for the trainer and for the rollout engine.
 
-Output heads, classification heads, embeddings, routers and adapters never do. The user's `fp8_ignore` leaves more in BF16.
-What the engine fuses goes one way as a whole: vLLM quantizes q/k/v, or gate/up, together or not at all.
+Output heads, classification heads, embeddings, routers and adapters never do. The user's `fp8_ignore` leaves more in
+BF16. What the engine fuses goes one way as a whole: vLLM quantizes q/k/v, or gate/up, together or not at all.
 """
 
 import dataclasses
@@ -77,8 +77,8 @@ def select_linears(model: nn.Module, ignore: Sequence[str] = ()) -> Selection:
             candidates[canonical] = (name, module)
     if not candidates:
         raise ValueError(
-            f"{type(model).__name__} has no `nn.Linear` that FP8 could replace (heads, routers and adapters stay in high "
-            "precision). Quantized checkpoints cannot be trained in FP8: load the BF16 model."
+            f"{type(model).__name__} has no `nn.Linear` that FP8 could replace (heads, routers and adapters stay in "
+            "high precision). Quantized checkpoints cannot be trained in FP8: load the BF16 model."
         )
     ignored = _match(candidates, ignore)
     fused = packed_linear_names([*candidates, *kept])
@@ -87,15 +87,15 @@ def select_linears(model: nn.Module, ignore: Sequence[str] = ()) -> Selection:
         if inside and len(inside) < len(group):
             raise ValueError(
                 f"`fp8_ignore={list(ignore)}` leaves {', '.join(inside)} in BF16 and converts "
-                f"{', '.join(name for name in group if name not in ignored)}. vLLM fuses these into one linear, which is FP8 "
-                "or BF16 as a whole: name all of them, or none."
+                f"{', '.join(name for name in group if name not in ignored)}. vLLM fuses these into one linear, which "
+                "is FP8 or BF16 as a whole: name all of them, or none."
             )
         if any(name in kept for name in group):
             ignored.update(name for name in group if name in candidates)
     if len(ignored) == len(candidates):
         raise ValueError(
-            f"`fp8_ignore={list(ignore)}` leaves every linear in BF16. For BF16 training set `fp8_recipe=None`, for BF16 "
-            "rollout `fp8_rollout='off'`."
+            f"`fp8_ignore={list(ignore)}` leaves every linear in BF16. For BF16 training set `fp8_recipe=None`, for "
+            "BF16 rollout `fp8_rollout='off'`."
         )
     return Selection(
         fp8=[name for canonical, (name, _) in candidates.items() if canonical not in ignored],
@@ -109,9 +109,9 @@ def _match(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
         found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not found:
             raise ValueError(
-                f"The pattern {pattern!r} in `fp8_ignore` matches no linear that would be FP8. Patterns are matched against "
-                f"full names such as {next(iter(names))!r}, with `*` for any text; heads, embeddings, routers and "
-                "adapters are never FP8 and need no pattern."
+                f"The pattern {pattern!r} in `fp8_ignore` matches no linear that would be FP8. Patterns are matched "
+                f"against full names such as {next(iter(names))!r}, with `*` for any text; heads, embeddings, routers "
+                "and adapters are never FP8 and need no pattern."
             )
         matched.update(found)
     return matched
@@ -134,12 +134,13 @@ def refuse_moe(model: nn.Module, *, allow: bool) -> None:
     found = f"{type(model).__name__} is a mixture of experts ({canonical_name(experts[0])})"
     if not allow:
         raise NotImplementedError(
-            f"{found}. Trainer and rollout can route a token to different experts, and no importance weight corrects that; "
-            "its experts are no `nn.Linear` and would stay in BF16. Use a dense model, `fp8_recipe=None` with "
+            f"{found}. Trainer and rollout can route a token to different experts, and no importance weight corrects "
+            "that; its experts are no `nn.Linear` and would stay in BF16. Use a dense model, `fp8_recipe=None` with "
             "`fp8_rollout='off'`, or set `fp8_allow_moe=True` to go on regardless."
         )
     warnings.warn(
-        f"{found}: routers and experts stay in BF16 on both sides, only the other linears are FP8, and a token that is "
-        "routed otherwise in trainer and rollout is not corrected by any importance weight. Watch the mismatch metrics.",
+        f"{found}: routers and experts stay in BF16 on both sides, only the other linears are FP8, and a token that "
+        "is routed otherwise in trainer and rollout is not corrected by any importance weight. Watch the mismatch "
+        "metrics.",
         stacklevel=2,
     )

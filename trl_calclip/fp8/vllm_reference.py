@@ -14,6 +14,7 @@ in spite of its name.
 Importing this module imports vLLM.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -149,6 +150,9 @@ class PerBlockConfig(_ReferenceConfig):
     method = PerBlockLinearMethod
 
 
+# Read by vLLM when it first multiplies.
+E8M0_VARIABLE = "VLLM_USE_DEEP_GEMM_E8M0"
+
 # vLLM's scheme to the config that stands in for it on a CPU.
 REFERENCE_CONFIGS = {"fp8_per_tensor": PerTensorConfig, "fp8_per_block": PerBlockConfig}
 
@@ -177,8 +181,20 @@ def engine_arguments(scheme: str, ignore: list[str]) -> dict[str, Any]:
 
     Returns:
         `dict[str, Any]`: `quantization` and, where something is ignored, `quantization_config`. On a CPU the methods
-        of this module stand in for vLLM's, and are registered.
+        of this module stand in for vLLM's, and are registered. For blocks, DeepGEMM's powers of two are switched off.
+
+    Raises:
+        ValueError: If the environment asks for scales that are powers of two.
     """
+    if scheme == "fp8_per_block":
+        # By default DeepGEMM, where it is installed, rounds scales up to powers of two and quantizes the weights once
+        # more.
+        if os.environ.setdefault(E8M0_VARIABLE, "0") != "0":
+            raise ValueError(
+                f"{E8M0_VARIABLE}={os.environ[E8M0_VARIABLE]} makes vLLM round block scales to powers of two; the "
+                "trainer's are exact, so that both sides would compute with other numbers. Unset the variable, or set "
+                "it to 0."
+            )
     stand_in = current_platform.is_cpu() and scheme in REFERENCE_CONFIGS
     if stand_in:
         register()
