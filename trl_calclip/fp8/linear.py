@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
@@ -50,11 +51,13 @@ class SwitchableFloat8Linear(Float8Linear):
         return shared_weight_amax(self.scale_group) if self.scale_group else None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.fp8_enabled:
-            return nn.Linear.forward(self, input)
         device_type = input.device.type
         autocast = torch.is_autocast_enabled(device_type)
         output_dtype = torch.get_autocast_dtype(device_type) if autocast else input.dtype
+        if not self.fp8_enabled:
+            # Cast here what autocast would cast: it keeps its copies of FP32 weights until it ends, all of them at once.
+            weight = self.weight.to(output_dtype) if autocast else self.weight
+            return F.linear(input, weight, self.bias)
         # Straight-through: the cast's backward hands the gradient to the master weight.
         weight = self.weight.to(torch.bfloat16)
         output = self.recipe.matmul(input.to(torch.bfloat16), weight, self)

@@ -1,0 +1,104 @@
+# Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
+"""
+How far trainer and rollout engine are apart, per recipe, with and without alignment.
+
+    python -m benchmarks.alignment --model smollm2 --completions 16 --tokens 48
+
+A vLLM engine in FP8 samples completions. The mean absolute gap of their log-probabilities is measured against the same
+model in BF16, with this package's rules, and with the libraries' defaults (powers of two, master weights not rounded, a
+scale per linear). Standard errors are over completions.
+"""
+
+import argparse
+import gc
+import math
+import os
+
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+import torch  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
+from benchmarks.header import header  # noqa: E402
+from benchmarks.models import completion_logps, convert, load_masters, prepare, prompts  # noqa: E402
+from trl_calclip.fp8.recipes import RECIPES  # noqa: E402
+
+
+def sample(path: str, scheme: str, prompt_ids: list[list[int]], tokens: int):
+    """Completions of an FP8 engine: sequences, lengths and log-probabilities, lists of one entry per prompt."""
+    from vllm import LLM, SamplingParams
+
+    from trl_calclip.fp8.vllm_reference import engine_arguments
+
+    threads = torch.get_num_threads()
+    llm = LLM(
+        model=path, dtype="bfloat16", enforce_eager=True, max_model_len=256, max_num_seqs=16, seed=0,
+        logprobs_mode="processed_logprobs", disable_log_stats=True, **engine_arguments(scheme, []),
+    )  # fmt: skip
+    params = SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0, seed=1)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], params, use_tqdm=False)
+    completions = [list(output.outputs[0].token_ids) for output in outputs]
+    logps = [
+        torch.tensor([entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, ids, strict=True)])
+        for output, ids in zip(outputs, completions, strict=True)
+    ]
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    torch.set_num_threads(threads)
+    sequences = [prompt + ids for prompt, ids in zip(prompt_ids, completions, strict=True)]
+    return sequences, [len(ids) for ids in completions], logps
+
+
+@torch.no_grad()
+def gap(model, sequences, lengths, engine_logps) -> tuple[float, float]:
+    """Mean absolute gap per token, nats, and its standard error over completions."""
+    ours = completion_logps(model, sequences, lengths)
+    gaps = [(a - b).abs() for a, b in zip(ours, engine_logps, strict=True)]
+    mean = torch.cat(gaps).mean().item()
+    # Ratio estimator: completions differ in length.
+    residuals = torch.stack([(values - mean).sum() for values in gaps])
+    return mean, math.sqrt((residuals**2).sum().item()) / sum(lengths)
+
+
+def measure(name: str, path: str, recipes: list[str], completions: int, tokens: int) -> dict[str, dict]:
+    """By recipe: the gap in `bf16`, `aligned` and `default`, each with its standard error, and the number of tokens."""
+    prompt_ids = prompts(name, AutoTokenizer.from_pretrained(path), completions)
+    results, sampled = {}, {}
+    for recipe in recipes:
+        scheme = RECIPES[recipe].vllm_quantization
+        if scheme not in sampled:
+            sampled[scheme] = sample(path, scheme, prompt_ids, tokens)
+        sequences, lengths, logps = sampled[scheme]
+        results[recipe] = {
+            "bf16": gap(load_masters(path), sequences, lengths, logps),
+            "aligned": gap(convert(load_masters(path), recipe, aligned=True), sequences, lengths, logps),
+            "default": gap(convert(load_masters(path), recipe, aligned=False), sequences, lengths, logps),
+            "tokens": sum(lengths),
+        }
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="toy", help="toy, smollm2 or a directory")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--completions", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--cache", default="runs/models")
+    args = parser.parse_args()
+    path = prepare(args.model, args.cache)
+    print(header())
+    print("\n| recipe | tokens | BF16 trainer | aligned | libraries' defaults |\n| --- | --- | --- | --- | --- |")
+    for recipe in args.recipes:
+        values = measure(args.model, path, [recipe], args.completions, args.tokens)[recipe]
+        cells = [f"{values[key][0]:.4f} ± {values[key][1]:.4f}" for key in ("bf16", "aligned", "default")]
+        print(f"| {recipe} | {values['tokens']} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
