@@ -3,17 +3,21 @@
 
 Everything here is made on the spot and needs no download. The task is reasoning-gym's `chain_sum`: its items, their
 answers and their scoring are reasoning-gym's, only the prompt is shortened to the bare expression, because the model
-reads characters. The model is warm-started on worked solutions and then left to reinforcement learning:
+reads characters:
 
     prompt       2+5-9-9=
     completion   2+5=7,7-9=-2,-2-9=-11
+
+The warm start teaches from imperfect demonstrations: some stop before the end, some have a slip. The model picks up
+the arithmetic together with the bad habits, so that reinforcement learning has something to improve that a few minutes
+on a CPU can show.
 
 Three splits never share an expression, whatever their seeds and sizes (see `arithmetic_dataset`).
 """
 
 import json
 import os
-import shutil
+import random
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -30,6 +34,9 @@ TASK = "chain_sum"
 ALPHABET = "0123456789+-*/=,.;:()[]<>^%? \n"
 SPLITS = ("warm_start", "train", "test")
 SETTINGS_FILE = "warm_start.json"
+# Of the demonstrations, the share that stops early; of their steps, the share with a wrong result.
+STOP_SHARE = 0.4
+SLIP_SHARE = 0.1
 
 
 def _reasoning_gym():
@@ -98,6 +105,8 @@ def build_model(
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        # Transformers' 0.02 is meant for wider models; at width 128 it makes the warm start slower.
+        initializer_range=0.06,
         dtype=torch.float32,
     )
     with torch.random.fork_rng(devices=[]):
@@ -105,9 +114,7 @@ def build_model(
         return Qwen3ForCausalLM(config)
 
 
-def arithmetic_dataset(
-    size: int, seed: int = 0, split: Literal["warm_start", "train", "test"] = "train"
-) -> Dataset:
+def arithmetic_dataset(size: int, seed: int = 0, split: Literal["warm_start", "train", "test"] = "train") -> Dataset:
     """
     Sums and differences of three or four numbers of one digit.
 
@@ -175,22 +182,39 @@ def arithmetic_reward(completions: list[str], entry: list[str], **columns) -> li
     ]
 
 
-def worked_solution(prompt: str) -> str:
+def worked_solution(
+    prompt: str, rng: random.Random | None = None, stop_share: float = 0.0, slip_share: float = 0.0
+) -> str:
     """
-    What the warm start teaches for a prompt of `arithmetic_dataset`, e.g. `"1-2=-1,-1+9=8"` for `"1-2+9="`.
+    Completion that solves a prompt of `arithmetic_dataset` step by step, e.g. `"1-2=-1,-1+9=8"` for `"1-2+9="`.
+
+    Args:
+        prompt (`str`):
+            Sum of at least three digits, ending in `=`.
+        rng (`random.Random`, *optional*):
+            Where stops and slips come from; needed when one of the shares is above 0.
+        stop_share (`float`, *optional*, defaults to `0.0`):
+            Probability that the solution ends after a step drawn uniformly from all but the last.
+        slip_share (`float`, *optional*, defaults to `0.0`):
+            Probability, for each step, that its result is one too large or too small; later steps go on from there.
     """
-    numbers = [int(digit) if sign == "+" else -int(digit) for sign, digit in zip("+" + prompt[1::2], prompt[::2])]
-    total, steps = numbers[0], []
-    for number in numbers[1:]:
-        steps.append(f"{total}{number:+d}={total + number}")
-        total += number
+    total, steps = int(prompt[0]), []
+    for sign, digit in zip(prompt[1:-1:2], prompt[2::2], strict=True):
+        result = total + int(sign + digit)
+        if slip_share and rng.random() < slip_share:
+            result += rng.choice((-1, 1))
+        steps.append(f"{total}{sign}{digit}={result}")
+        total = result
+    if stop_share and rng.random() < stop_share:
+        steps = steps[: rng.randrange(1, len(steps))]
     return ",".join(steps)
 
 
 def _train(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, batch_size: int, lr: float
 ) -> None:
-    """Supervised training on worked solutions; the loss covers the solution and the end token, each item is new."""
+    """Supervised training on imperfect solutions; the loss covers the solution and the end token, each item is new."""
+    rng = random.Random(seed)
     prompts = arithmetic_dataset(steps * batch_size, seed, "warm_start")["prompt"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -199,7 +223,9 @@ def _train(
     model.train()
     for step in range(steps):
         batch = prompts[step * batch_size : (step + 1) * batch_size]
-        texts = [prompt + worked_solution(prompt) + tokenizer.eos_token for prompt in batch]
+        texts = [
+            prompt + worked_solution(prompt, rng, STOP_SHARE, SLIP_SHARE) + tokenizer.eos_token for prompt in batch
+        ]
         inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
         lengths = torch.tensor([len(prompt) for prompt in batch])
         learn = (torch.arange(inputs["input_ids"].size(1)) >= lengths[:, None]) & inputs["attention_mask"].bool()
@@ -215,10 +241,11 @@ def _train(
 
 
 def warm_start(
-    path: str | os.PathLike, seed: int = 0, *, steps: int = 250, batch_size: int = 64, learning_rate: float = 2e-3
+    path: str | os.PathLike, seed: int = 0, *, steps: int = 800, batch_size: int = 16, learning_rate: float = 3e-3
 ) -> str:
     """
-    Trains `build_model` on worked solutions until it solves a part of the task, and saves it with its tokenizer.
+    Trains `build_model` on imperfect demonstrations, so that it solves a part of the task, and saves it with its
+    tokenizer.
 
     The directory appears at `path` only when it is complete: it is written beside it under another name and renamed.
     A directory that an earlier call with the same settings left there is used as it is, and one with other settings
@@ -229,11 +256,11 @@ def warm_start(
             Directory of the model.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the initialization and of the data, which come from the `"warm_start"` split.
-        steps (`int`, *optional*, defaults to `250`):
+        steps (`int`, *optional*, defaults to `800`):
             Number of optimizer steps.
-        batch_size (`int`, *optional*, defaults to `64`):
-            Solutions per step.
-        learning_rate (`float`, *optional*, defaults to `2e-3`):
+        batch_size (`int`, *optional*, defaults to `16`):
+            Demonstrations per step.
+        learning_rate (`float`, *optional*, defaults to `3e-3`):
             Peak of a linear schedule with 30 steps of warm-up.
 
     Returns:
@@ -244,7 +271,15 @@ def warm_start(
         ImportError: If reasoning-gym is not installed.
     """
     path = Path(path)
-    settings = {"task": TASK, "seed": seed, "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}
+    settings = {
+        "task": TASK,
+        "seed": seed,
+        "steps": steps,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "stop_share": STOP_SHARE,
+        "slip_share": SLIP_SHARE,
+    }
     if path.exists():
         if not (path / SETTINGS_FILE).is_file():
             raise FileExistsError(
