@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help install demo test test-fast lint format clean
 

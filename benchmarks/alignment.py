@@ -5,8 +5,8 @@ How far trainer and rollout engine are apart, per recipe, with and without align
     python -m benchmarks.alignment --model smollm2 --completions 16 --tokens 48
 
 A vLLM engine in FP8 samples completions. The mean absolute gap of their log-probabilities is measured against the same
-model in BF16, with this package's rules, and with the libraries' defaults (powers of two, master weights not rounded, a
-scale per linear). Standard errors are over completions.
+model in BF16, with this package's rules, and with the libraries' defaults (powers of two, master weights not rounded,
+a scale per linear). Standard errors are over completions.
 """
 
 import argparse
@@ -15,12 +15,14 @@ import math
 import os
 
 
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch  # noqa: E402
+import transformers  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from benchmarks.header import header  # noqa: E402
@@ -75,9 +77,11 @@ def measure(name: str, path: str, recipes: list[str], completions: int, tokens: 
             sampled[scheme] = sample(path, scheme, prompt_ids, tokens)
         sequences, lengths, logps = sampled[scheme]
         results[recipe] = {
-            "bf16": gap(load_masters(path), sequences, lengths, logps),
-            "aligned": gap(convert(load_masters(path), recipe, aligned=True), sequences, lengths, logps),
-            "default": gap(convert(load_masters(path), recipe, aligned=False), sequences, lengths, logps),
+            "bf16": gap(load_masters(path, trained=True), sequences, lengths, logps),
+            "aligned": gap(convert(load_masters(path, trained=True), recipe, aligned=True), sequences, lengths, logps),
+            "default": gap(
+                convert(load_masters(path, trained=True), recipe, aligned=False), sequences, lengths, logps
+            ),
             "tokens": sum(lengths),
         }
     return results
@@ -91,6 +95,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--cache", default="runs/models")
     args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
     path = prepare(args.model, args.cache)
     print(header())
     print("\n| recipe | tokens | BF16 trainer | aligned | libraries' defaults |\n| --- | --- | --- | --- | --- |")

@@ -55,37 +55,37 @@ def prepare(name: str, cache: str) -> str:
         model = AutoModelForCausalLM.from_pretrained(
             directory, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )
-        del model.config.quantization_config
         model.save_pretrained(path)
         AutoTokenizer.from_pretrained(directory, gguf_file=file.name).save_pretrained(path)
     return str(path)
 
 
 def prompts(name: str, tokenizer, number: int) -> list[list[int]]:
-    """Token ids of `number` prompts: sums for `toy`, sentences for any other model."""
-    if name == "toy":
+    """Token ids of `number` prompts: sums for a warm-started toy, sentences for any other model."""
+    if name == "toy" or (Path(name) / embedded.SETTINGS_FILE).exists():
         texts = embedded.arithmetic_dataset(number, seed=5, split="test")["prompt"]
     else:
         texts = [PROMPTS[index % len(PROMPTS)] for index in range(number)]
     return [tokenizer(text)["input_ids"] for text in texts]
 
 
-def load_masters(path: str, seed: int = 0) -> PreTrainedModel:
+def load_masters(path: str, *, trained: bool) -> PreTrainedModel:
     """
-    The model with FP32 master weights as training leaves them: anywhere in the interval that rounds to the checkpoint's
-    BF16 number, which a rollout engine would hold.
+    The model with FP32 master weights.
+
+    They are the checkpoint's BF16 numbers, as at the start of a training run, or with `trained` anywhere in the
+    interval that rounds to these, as later on. A rollout engine holds the same numbers in either case.
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float().eval()
-    generator = torch.Generator().manual_seed(seed)
+    if not trained:
+        return model
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in model.parameters():
-            rounded = param.bfloat16()
-            _, exponent = torch.frexp(param)
-            half = torch.ldexp(torch.full_like(param, 0.49), exponent - 8)
+            spacing = torch.ldexp(torch.ones_like(param), torch.frexp(param).exponent - 8)
+            moved = param + spacing * (torch.rand(param.shape, generator=generator) - 0.5)
             # A power of two has a nearer neighbour below it.
-            offset = half * (torch.rand(param.shape, generator=generator) - 0.5)
-            moved = param + offset
-            param.copy_(torch.where(moved.bfloat16() == rounded, moved, param))
+            param.copy_(torch.where(moved.bfloat16() == param.bfloat16(), moved, param))
     return model
 
 
@@ -103,7 +103,9 @@ class _UnroundedBlocks(torch.autograd.Function):
     def forward(ctx, input, weight):
         ctx.save_for_backward(input, weight)
         rows = input.reshape(-1, input.shape[-1])
-        output = float32_matmul(dequantize_groups(*quantize_groups(rows)), dequantize_blocks(*quantize_blocks(weight)).t())
+        output = float32_matmul(
+            dequantize_groups(*quantize_groups(rows)), dequantize_blocks(*quantize_blocks(weight)).t()
+        )
         return output.to(input.dtype).reshape(*input.shape[:-1], -1)
 
     @staticmethod
@@ -140,13 +142,21 @@ def convert(model: PreTrainedModel, recipe: str, *, aligned: bool) -> PreTrained
     return model
 
 
-def completion_logps(model: PreTrainedModel, sequences: list[list[int]], lengths: list[int]) -> list[torch.Tensor]:
-    """Log-probabilities of the last `lengths[i]` tokens of each sequence, under BF16 autocast; one tensor per sequence."""
+def completion_logps(
+    model: PreTrainedModel, sequences: list[list[int]], lengths: list[int], rows: int = 8
+) -> list[torch.Tensor]:
+    """
+    Log-probabilities of the last `lengths[i]` tokens of each sequence, under BF16 autocast; one tensor per sequence.
+
+    Sequences run in micro-batches of `rows`, padded on the right, where a causal model does not look.
+    """
     result = []
-    for sequence, length in zip(sequences, lengths, strict=True):
-        ids = torch.tensor([sequence])
+    for start in range(0, len(sequences), rows):
+        part = sequences[start : start + rows]
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(sequence) for sequence in part], batch_first=True)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(ids, use_cache=False).logits
-        logps = logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        result.append(logps[-length:])
+        logps = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        for row, sequence, length in zip(logps, part, lengths[start : start + rows], strict=True):
+            result.append(row[len(sequence) - 1 - length : len(sequence) - 1])
     return result

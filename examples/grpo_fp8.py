@@ -25,6 +25,8 @@ from pathlib import Path
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# On a CPU that others use too, waiting threads must not spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 warnings.filterwarnings("ignore", category=FutureWarning)
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 for name in ("torchao", "torch.utils._pytree", "vllm.triton_utils.importing"):

@@ -317,8 +317,8 @@ class CalibratedGRPOConfig(GRPOConfig):
             )
         if self.use_transformers_continuous_batching:
             raise ValueError(
-                "`use_transformers_continuous_batching=True` does not go with FP8: TRL then casts the trained model to "
-                "BF16 in place, and the master weights are lost. Use `use_vllm=True`, or set it to False."
+                "`use_transformers_continuous_batching=True` does not go with FP8: TRL then casts the trained model "
+                "to BF16 in place, and the master weights are lost. Use `use_vllm=True`, or set it to False."
             )
         if self.training_recipe is not None:
             require_version("torchao", needed_for=f"`fp8_recipe={self.fp8_recipe!r}`")

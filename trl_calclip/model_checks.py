@@ -30,8 +30,8 @@ def refuse_converted(model: nn.Module) -> None:
     """
     if fp8_linears(model):
         raise ValueError(
-            "The model's linears are float8 linears already: an earlier trainer in this process converted it in place. "
-            "Load the model anew, or pass its name."
+            "The model's linears are float8 linears already: an earlier trainer in this process converted it in "
+            "place. Load the model anew, or pass its name."
         )
 
 

@@ -93,11 +93,11 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
         Push the trainer's weights, rounded to BF16, into the engine, which quantizes them anew.
 
         Raises:
-            RuntimeError: If the names of the weights are not those that the engine needs, before anything is loaded;
-            if a
-                self-check is due and the engine does not hold the trainer's weights, or computes otherwise.
+            RuntimeError: Before anything is loaded, if the weights' names are not those that the engine needs; after
+                it, if a self-check is due and the engine does not hold the trainer's weights, or computes otherwise.
         """
-        self._check_names()
+        if self.num_syncs == 0:
+            self._check_names()
         reload_engine_weights(self.llm, self._iter_bf16_weights())
         # Cached prefixes were computed with the weights before.
         self.llm.reset_prefix_cache()
@@ -120,9 +120,9 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
             faults = (("missing", missing), ("unknown to the engine", unknown), ("given twice", twice))
             listed = "; ".join(f"{fault}: {', '.join(names[:6])}" for fault, names in faults if names)
             raise RuntimeError(
-                f"The trainer's weights do not fit the vLLM engine ({listed}). Nothing was loaded: vLLM would compute with "
-                "memory that was never written, or stop half-way. The model of the trainer must be the one that the "
-                "engine was started from."
+                f"The trainer's weights do not fit the vLLM engine ({listed}). Nothing was loaded: vLLM would compute "
+                "with memory that was never written, or stop half-way. The model of the trainer must be the one that "
+                "the engine was started from."
             )
 
     def check_alignment(self) -> AlignmentReport | None:

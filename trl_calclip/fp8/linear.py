@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchao.float8 import Float8LinearConfig
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
 from .quantizers import packed_linear_names, shared_weight_amax
@@ -55,7 +55,8 @@ class SwitchableFloat8Linear(Float8Linear):
         autocast = torch.is_autocast_enabled(device_type)
         output_dtype = torch.get_autocast_dtype(device_type) if autocast else input.dtype
         if not self.fp8_enabled:
-            # Cast here what autocast would cast: it keeps its copies of FP32 weights until it ends, all of them at once.
+            # Cast here what autocast would cast: it keeps its copies of FP32 weights until it ends, all of them at
+            # once.
             weight = self.weight.to(output_dtype) if autocast else self.weight
             return F.linear(input, weight, self.bias)
         # Straight-through: the cast's backward hands the gradient to the master weight.
@@ -90,6 +91,9 @@ def convert_to_fp8(model: nn.Module, recipe: Recipe, *, emulate: bool, ignore: S
     if not emulate:
         _check_kernel_limits({name: model.get_submodule(name) for name in names}, recipe)
     config = recipe.torchao_config(emulate=emulate)
+    chosen = set(names)
+    # torchao's conversion comes first: it also patches a fault of torch.compile that would corrupt float8 stores.
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
     for name in names:
         model.set_submodule(name, SwitchableFloat8Linear.from_float(model.get_submodule(name), config, recipe))
     if recipe.shares_weight_scale:

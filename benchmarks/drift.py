@@ -1,0 +1,195 @@
+# Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
+"""
+Does FP8 amplify small optimizer steps beyond noise?
+
+    python -m benchmarks.drift --model smollm2 --steps 1 200 --recipes rowwise
+
+FP32 masters take AdamW steps at a learning rate of 1e-6 on a policy-gradient loss with random advantages of its own
+completions. Per token, `d = log r_fp8 - log r_bf16`, the two importance ratios of the same two sets of weights. As a
+control every weight moves from the start by the same distance with a random sign, three draws. Two conditions: the
+standard deviation of `d` is at most 1.25 times the control's, and its mean is not below `-var(d)` (pure noise of
+variance v has a mean of about `-v / 2`). FP8 rounding that follows the gradient fails either. Intervals are from a
+bootstrap over completions, as tokens of one completion share their errors.
+"""
+
+import argparse
+import copy
+import dataclasses
+
+import torch
+import transformers
+from transformers import AutoTokenizer
+
+from benchmarks.header import header
+from benchmarks.models import completion_logps, convert, load_masters, prepare, prompts
+from trl_calclip.fp8.linear import SwitchableFloat8Linear, bf16_pass
+from trl_calclip.fp8.recipes import RECIPES
+
+
+MAX_SPREAD = 1.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift:
+    """
+    Outcome of one recipe after a number of steps.
+
+    Args:
+        mean (`float`): Mean of `d`, nats.
+        std (`float`): Its standard deviation over tokens.
+        control_std (`float`): That of the control, over its three draws.
+        std_ratio_interval (`tuple[float, float]`): 95 % interval of `std / control_std`.
+        bf16_std (`float`): Standard deviation of `log r_bf16`.
+    """
+
+    mean: float
+    std: float
+    control_std: float
+    std_ratio_interval: tuple[float, float]
+    bf16_std: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether both conditions hold."""
+        return self.std <= MAX_SPREAD * self.control_std and self.mean >= -(self.std**2)
+
+
+@torch.no_grad()
+def generate(model, prompt_ids: list[list[int]], tokens: int, seed: int = 0) -> tuple[list[list[int]], list[int]]:
+    """Sampled completions, one per prompt, all of `tokens` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = []
+    for ids in prompt_ids:
+        sequence, cache = list(ids), None
+        step = torch.tensor([sequence])
+        for _ in range(tokens):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(step, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            token = torch.multinomial(output.logits[0, -1].float().softmax(-1), 1, generator=generator)
+            sequence.append(token.item())
+            step = token[None]
+        sequences.append(sequence)
+    return sequences, [tokens] * len(sequences)
+
+
+class Scorer:
+    """Log-probabilities in FP8 and in BF16, each with the model that computes it; weights are loaded into both."""
+
+    def __init__(self, model, recipe: str, aligned: bool, sequences, lengths):
+        self.plain = model
+        self.fp8 = convert(copy.deepcopy(model), recipe, aligned=aligned)
+        self.switch = any(isinstance(module, SwitchableFloat8Linear) for module in self.fp8.modules())
+        self.sequences, self.lengths = sequences, lengths
+
+    @torch.no_grad()
+    def score(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(completions, tokens)` each: FP8, then BF16, with the weights that `fp8` has now."""
+        fp8 = torch.stack(completion_logps(self.fp8, self.sequences, self.lengths))
+        if self.switch:
+            with bf16_pass(self.fp8):
+                return fp8, torch.stack(completion_logps(self.fp8, self.sequences, self.lengths))
+        for own, other in zip(self.plain.parameters(), self.fp8.parameters(), strict=True):
+            own.data = other.data
+        return fp8, torch.stack(completion_logps(self.plain, self.sequences, self.lengths))
+
+
+def measure(
+    model, recipe: str, *, aligned: bool, steps: list[int], sequences, lengths, rows: int = 4
+) -> dict[int, Drift]:
+    """
+    Take `max(steps)` optimizer steps and measure after each number in `steps`.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): FP32 masters. Its weights are used up.
+        recipe (`str`): FP8 recipe.
+        aligned (`bool`): This package's rules, or the libraries' defaults.
+        steps (`list[int]`): When to measure.
+        sequences, lengths (`list`): Completions to train and to measure on, of equal length.
+        rows (`int`): Completions per step.
+    """
+    scorer = Scorer(model, recipe, aligned, sequences, lengths)
+    start = {name: param.detach().clone() for name, param in scorer.fp8.named_parameters()}
+    old_fp8, old_bf16 = scorer.score()
+    generator = torch.Generator().manual_seed(1)
+    advantages = torch.randn(len(sequences), generator=generator)
+    optimizer = torch.optim.AdamW(scorer.fp8.parameters(), lr=1e-6, weight_decay=0.0)
+    results, indices = {}, torch.arange(len(sequences)).split(rows)
+    for step in range(1, max(steps) + 1):
+        chosen = indices[step % len(indices)]
+        logps = completion_logps(scorer.fp8, [sequences[i] for i in chosen], [lengths[i] for i in chosen])
+        loss = -(torch.stack(logps).mean(-1) * advantages[chosen]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step not in steps:
+            continue
+        fp8, bf16 = scorer.score()
+        after = {name: param.detach().clone() for name, param in scorer.fp8.named_parameters()}
+        d, control = (fp8 - old_fp8) - (bf16 - old_bf16), []
+        for draw in range(3):
+            noise = torch.Generator().manual_seed(100 + draw)
+            with torch.no_grad():
+                for name, param in scorer.fp8.named_parameters():
+                    sign = torch.randint(2, param.shape, generator=noise).mul_(2).sub_(1)
+                    param.copy_(start[name] + sign * (after[name] - start[name]).abs())
+            noisy_fp8, noisy_bf16 = scorer.score()
+            control.append((noisy_fp8 - old_fp8) - (noisy_bf16 - old_bf16))
+        with torch.no_grad():
+            for name, param in scorer.fp8.named_parameters():
+                param.copy_(after[name])
+        control = torch.stack(control)
+        ratios = []
+        for _ in range(1000):
+            rows_drawn = torch.randint(len(sequences), (len(sequences),), generator=generator)
+            ratios.append((d[rows_drawn].std() / control[:, rows_drawn].std()).item())
+        low, high = torch.tensor(ratios).quantile(torch.tensor([0.025, 0.975])).tolist()
+        results[step] = Drift(
+            d.mean().item(), d.std().item(), control.std().item(), (low, high), (bf16 - old_bf16).std().item()
+        )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="toy", help="toy, smollm2 or a directory")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--rules", nargs="+", choices=("aligned", "default"), default=["aligned", "default"])
+    parser.add_argument("--steps", type=int, nargs="+", default=[1, 200])
+    parser.add_argument("--completions", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--cache", default="runs/models")
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    path = prepare(args.model, args.cache)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    sequences, lengths = generate(load_masters(path, trained=False), prompts(args.model, tokenizer, args.completions),
+    args.tokens) print(header())
+    print(
+        "\n| recipe | rules | steps | std of log r_bf16 | mean of d | -var(d) | std of d | control | ratio, 95 % | "
+        "passes |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for recipe in args.recipes:
+        for rules in args.rules:
+            outcomes = measure(
+                load_masters(path, trained=False),
+                recipe,
+                aligned=rules == "aligned",
+                steps=args.steps,
+                sequences=sequences,
+                lengths=lengths,
+            )
+            for steps, drift in outcomes.items():
+                ratio = drift.std / drift.control_std
+                low, high = drift.std_ratio_interval
+                print(
+                    f"| {recipe} | {rules} | {steps} | {drift.bf16_std:.4f} | {drift.mean:.4f} | "
+                    f"{-(drift.std**2):.4f} | {drift.std:.4f} | {drift.control_std:.4f} | {ratio:.2f} ({low:.2f} to "
+                    f"{high:.2f}) | {'yes' if drift.passes else 'no'} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
