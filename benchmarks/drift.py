@@ -163,8 +163,9 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     path = prepare(args.model, args.cache)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    sequences, lengths = generate(load_masters(path, trained=False), prompts(args.model, tokenizer, args.completions),
-    args.tokens) print(header())
+    prompt_ids = prompts(args.model, tokenizer, args.completions)
+    sequences, lengths = generate(load_masters(path, trained=False), prompt_ids, args.tokens)
+    print(header())
     print(
         "\n| recipe | rules | steps | std of log r_bf16 | mean of d | -var(d) | std of d | control | ratio, 95 % | "
         "passes |"

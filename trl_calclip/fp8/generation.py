@@ -96,7 +96,8 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
             RuntimeError: Before anything is loaded, if the weights' names are not those that the engine needs; after
                 it, if a self-check is due and the engine does not hold the trainer's weights, or computes otherwise.
         """
-        if self.num_syncs == 0:
+        # Naming sharded weights gathers them: once is enough, names do not change.
+        if self.num_syncs == 0 or not self._sharded:
             self._check_names()
         reload_engine_weights(self.llm, self._iter_bf16_weights())
         # Cached prefixes were computed with the weights before.
@@ -106,6 +107,10 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
         if due:
             self.check_sync()
             self.check_alignment()
+
+    @property
+    def _sharded(self) -> bool:
+        return self._dist.is_fsdp or self._dist.is_zero3
 
     def _check_names(self) -> None:
         # vLLM fills a fused layer that lacks a part with whatever is in memory, and is dead after an unknown name.
@@ -136,7 +141,7 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
         Raises:
             RuntimeError: If a layer differs, with the layers' names.
         """
-        if self.tensor_parallel_size > 1 or self._dist.is_fsdp or self._dist.is_zero3:
+        if self.tensor_parallel_size > 1 or self._sharded:
             return None
         report = alignment_report(self.accelerator.unwrap_model(self.model), self.llm)
         if self.alignment is None and self.accelerator.is_main_process:
