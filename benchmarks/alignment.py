@@ -68,7 +68,7 @@ def gap(model, sequences, lengths, engine_logps) -> tuple[float, float]:
 
 
 def measure(name: str, path: str, recipes: list[str], completions: int, tokens: int) -> dict[str, dict]:
-    """By recipe: the gap in `bf16`, `aligned` and `default`, each with its standard error, and the number of tokens."""
+    """By recipe: the gap in `bf16`, `aligned` and `default`, each with its standard error, and the tokens."""
     prompt_ids = prompts(name, AutoTokenizer.from_pretrained(path), completions)
     results, sampled = {}, {}
     for recipe in recipes:

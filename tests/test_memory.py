@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
-"""Peak memory of converting, of BF16 passes and of weight syncs, against the model's size: never a second full copy."""
+"""Peak memory of converting, of BF16 passes and of weight syncs: never a second full copy of the model."""
 
 import gc
 import weakref

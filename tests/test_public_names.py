@@ -33,8 +33,9 @@ def test_names_are_sorted_listed_and_there():
 
 
 def test_pure_maths_imports_no_trl():
-    code = "import sys, trl_calclip; trl_calclip.ClipRange(0.8, 1.2); print([m for m in ('trl', 'torchao') if m in
-    sys.modules])" assert run(code) == "[]"
+    code = "import sys, trl_calclip; trl_calclip.ClipRange(0.8, 1.2); "
+    code += "print([name for name in ('trl', 'torchao') if name in sys.modules])"
+    assert run(code) == "[]"
 
 
 @pytest.mark.vllm
