@@ -28,10 +28,10 @@ $(INSTALLED): requirements-cpu.txt pyproject.toml
 	@"$(PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 		{ echo "Python 3.11 or later is needed; say which one with PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install $$(grep '^torch==' requirements-cpu.txt)
-	$(BIN)/python -m pip install -r requirements-cpu.txt
-	$(BIN)/python -m pip uninstall -y torchvision torchaudio torchcodec
-	$(BIN)/python -m pip install --no-deps -e .
+	$(BIN)/python -m pip install -q $$(grep '^torch==' requirements-cpu.txt)
+	$(BIN)/python -m pip install -q -r requirements-cpu.txt
+	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(BIN)/python -m pip install -q --no-deps -e .
 	touch $@
 
 demo: $(INSTALLED)

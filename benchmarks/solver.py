@@ -10,11 +10,11 @@ in a process of its own.
 """
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -47,6 +47,14 @@ def solve(data: list[torch.Tensor]) -> None:
     assert result.skipped_reason is None or len(fp8) < 10_000, result.skipped_reason
 
 
+def status(field: str) -> int:
+    """A field of this process's memory status, in KiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1])
+    raise OSError(f"/proc/self/status has no {field}: peak memory is measured on Linux only.")
+
+
 def peak_megabytes(count: int) -> float:
     """Growth of the high-water mark while solving, in a fresh process."""
     command = [sys.executable, "-m", "benchmarks.solver", "--peak", str(count)]
@@ -62,9 +70,10 @@ def main() -> None:
     if options.peak is not None:
         data = tokens(options.peak)
         solve([column[:1000] for column in data])
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew from what is held now
+        before = status("VmRSS")
         solve(data)
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+        print((status("VmHWM") - before) / 1024)
         return
 
     table = Table(title=f"calibrate_clip_range, {torch.get_num_threads()} thread(s)")

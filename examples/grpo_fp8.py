@@ -79,6 +79,8 @@ def load_reward(name: str):
 def load_task(script_args: GRPOScriptArguments, training_args: CalibratedGRPOConfig, model_args: ModelConfig) -> dict:
     """Model, rewards and data for the trainer: those named on the command line, or the embedded ones."""
     if model_args.model_name_or_path is None and script_args.dataset_name is None:
+        if training_args.should_save:
+            print("The embedded model is warm-started on imperfect demonstrations: about a minute, once.", flush=True)
         with training_args.main_process_first(desc="warm start"):
             model = embedded.warm_start(os.path.join(training_args.output_dir, "warm_start"), seed=training_args.seed)
         evaluation = embedded.arithmetic_dataset(64, split="test") if training_args.eval_strategy != "no" else None

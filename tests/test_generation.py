@@ -82,7 +82,7 @@ def test_engine_holds_the_trainers_weights_bit_for_bit(trained):
 def test_engine_and_trainer_agree_and_fp8_is_why(trained):
     generation = trained.vllm_generation
     gap = generation.check_sync()
-    assert 0 < gap < 0.02
+    assert 0 < gap < 0.03
     # The engine is nearer to the trainer's FP8 than to its BF16.
     with bf16_pass(trained.model):
         bf16_gap = generation.check_sync()

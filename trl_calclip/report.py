@@ -58,11 +58,11 @@ def summary_table(
     table.add_column(justify="right")
 
     first, last = first_and_last_tenth(series(log_history, "reward")[1])
-    table.add_row("Mean reward, first tenth to last tenth of the rollouts", f"{first:.3f} → {last:.3f}")
+    table.add_row("Mean reward, first → last tenth", f"{first:.3f} → {last:.3f}")
     lowers, uppers = series(log_history, "calclip/lower")[1], series(log_history, "calclip/upper")[1]
     if lowers:
         table.add_row(
-            f"Clip range, start to end (reference {_range(reference)})",
+            f"Clip range (reference {_range(reference)})",
             f"{_range(ClipRange(lowers[0], uppers[0]))} → {_range(clip_range)}",
         )
     done = [record for record in calibration_history if record["alpha_low_bf16"] is not None]
@@ -71,16 +71,14 @@ def summary_table(
         tokens = sum(record["num_negative_tokens"] for record in later)
         table.add_row("Calibrations", str(len(done)))
         table.add_section()
-        table.add_row(f"Negative tokens seen after the first calibration: {tokens:,}", "")
-        table.add_row("  clipped in BF16 at the reference bounds", _percent(mean_share(later, "alpha_low_bf16")))
+        table.add_row("Negative tokens after the first calibration", f"{tokens:,}")
+        table.add_row("  clipped in BF16, reference bounds", _percent(mean_share(later, "alpha_low_bf16")))
         table.add_row(
-            "  clipped in FP8 at the reference bounds", _percent(mean_share(later, "clip_frac_low_neg_fp8_reference"))
+            "  clipped in FP8, reference bounds", _percent(mean_share(later, "clip_frac_low_neg_fp8_reference"))
         )
+        table.add_row("  clipped in FP8, calibrated bounds", _percent(mean_share(later, "clip_frac_low_neg_fp8")))
         table.add_row(
-            "  clipped in FP8 at the calibrated bounds", _percent(mean_share(later, "clip_frac_low_neg_fp8"))
-        )
-        table.add_row(
-            "  over-clipped, before and after calibration",
+            "  over-clipped, before → after calibration",
             f"{_percent(mean_share(later, 'overclip_low_frac_reference'))} → "
             f"{_percent(mean_share(later, 'overclip_low_frac'))}",
         )
