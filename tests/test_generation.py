@@ -185,3 +185,16 @@ def test_self_check_and_evaluation_do_not_change_a_run(make_trainer, toy_dataset
         release(trainer)
     for name, weight in results["off"].items():
         assert torch.equal(results["on"][name], weight), name
+
+
+def test_resumed_run_with_an_engine_equals_the_unbroken_one(make_trainer, tmp_path):
+    """The engine of a resumed run starts from the base model on disk: its first rollout must see the checkpoint."""
+    settings = {**VLLM, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    weights = {}
+    for name, checkpoint in (("whole", None), ("resumed", str(tmp_path / "run" / "checkpoint-4"))):
+        trainer = make_trainer(**settings)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        weights[name] = {key: param.detach().clone() for key, param in trainer.model.named_parameters()}
+        release(trainer)
+    for key, weight in weights["whole"].items():
+        assert torch.equal(weights["resumed"][key], weight), key

@@ -351,3 +351,17 @@ def test_collector_reads_no_masked_token_and_broadcasts_sequence_weights():
     assert pool.tis_weights.tolist() == [0.5, 0.5, 1.5, 1.5]
     assert pool.sampling_probs.tolist() == pytest.approx(np.exp([-1.0, -2.5, -2.0, -2.0]).tolist())
     assert pool.completions.tolist() == [0, 0, 1, 1]
+
+
+def test_bounds_and_counters_are_logged_as_they_are_and_a_calibration_once(make_trainer):
+    """Trap 15: TRL averages over its logging window. Calibrations at steps 4 and 12, a log entry every 3 steps."""
+    trainer = make_trainer(max_steps=16, logging_steps=3)
+    trainer.train()
+    logs = {entry["step"]: entry for entry in trainer.state.log_history if "calclip/lower" in entry}
+    first, second = trainer.calibration_history
+    assert sorted(logs) == [3, 6, 9, 12, 15]
+    assert [logs[step]["calclip/calibrations"] for step in sorted(logs)] == [0, 1, 1, 2, 2]
+    expected = [0.6, first["lower"], first["lower"], second["lower"], second["lower"]]
+    assert [logs[step]["calclip/lower"] for step in sorted(logs)] == pytest.approx(expected, abs=1e-7)
+    assert logs[6]["calclip/rho_bf16"] == first["rho_bf16"] and logs[12]["calclip/rho_bf16"] == second["rho_bf16"]
+    assert not any("calclip/rho_bf16" in logs[step] for step in (3, 9, 15))

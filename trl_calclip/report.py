@@ -71,7 +71,7 @@ def summary_table(
         tokens = sum(record["num_negative_tokens"] for record in later)
         table.add_row("Calibrations", str(len(done)))
         table.add_section()
-        table.add_row("Negative tokens after the first calibration", f"{tokens:,}")
+        table.add_row("Negative tokens, later calibrations", f"{tokens:,}")
         table.add_row("  clipped in BF16, reference bounds", _percent(mean_share(later, "alpha_low_bf16")))
         table.add_row(
             "  clipped in FP8, reference bounds", _percent(mean_share(later, "clip_frac_low_neg_fp8_reference"))
