@@ -13,17 +13,34 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
 from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer  # noqa: E402
 from trl_calclip.embedded import build_model, build_tokenizer  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def no_launcher_variables():
+    """TRL leaves a launcher's variables behind when it builds an engine; later trainers would heed them."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        os.environ.pop(name, None)
+    yield
+    for name in names:
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(scope="session")
 def toy_path(tmp_path_factory) -> str:
     """Directory of a random two-layer Qwen3 with the embedded character tokenizer."""
     path = str(tmp_path_factory.mktemp("toy"))
-    build_model(seed=0, hidden_size=64, intermediate_size=128, num_hidden_layers=2).save_pretrained(path)
+    model = build_model(seed=0, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 2:
+                param.div_(3)  # near-uniform next tokens: completions differ, and so do their rewards
+    model.save_pretrained(path)
     build_tokenizer().save_pretrained(path)
     return path
 
