@@ -122,7 +122,8 @@ def test_refused(tmp_path, overrides, error, message):
     ids=str,
 )
 def test_accepted(tmp_path, overrides):
-    CalibratedGRPOConfig(output_dir=str(tmp_path), **{**BASE, **overrides})
+    config = CalibratedGRPOConfig(output_dir=str(tmp_path), **{**BASE, **overrides})
+    assert all(vars(config)[name] == value for name, value in overrides.items())
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
