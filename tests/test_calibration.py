@@ -137,3 +137,24 @@ def test_bounds_are_exclusive_as_in_the_loss():
     metrics = clip_metrics(pool, reference=REFERENCE, in_force=ClipRange(0.6, 1.8))
     assert metrics["clip_frac_low_neg_fp8"] == metrics["clip_frac_high_pos_fp8"] == 0
     assert metrics["clip_frac_high_pos_bf16"] == 0
+
+
+def test_zero_drift_spread_by_hand():
+    collector = TokenCollector()
+    assert collector.zero_drift_std() is None
+    collector.add_at_zero_drift(torch.tensor([[0.1, 9.0]]), torch.tensor([[1, 0]]))
+    assert collector.zero_drift_std() is None
+    collector.add_at_zero_drift(torch.tensor([[-0.1, 0.0]]), torch.tensor([[1, 1]]))
+    assert collector.zero_drift_std() == pytest.approx(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "noisy"), [("rowwise", False), ("tensorwise", True)])
+def test_zero_drift_is_noise_only_where_scales_depend_on_the_micro_batch(make_trainer, recipe, noisy):
+    trainer = make_trainer(fp8_recipe=recipe, max_steps=4)
+    trainer.train()
+    (record,) = trainer.calibration_history
+    assert (record["zero_drift_std_fp8"] > 1e-4) is noisy
+    assert any(
+        entry.get("calclip/zero_drift_std_fp8") == record["zero_drift_std_fp8"] for entry in trainer.state.log_history
+    )

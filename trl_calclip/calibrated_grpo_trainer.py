@@ -171,16 +171,20 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             self._bf16_per_token_logps = self._score_in_bf16(inputs)
 
     def after_policy_forward(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
-        if self._collector is None or self._bf16_per_token_logps is None:
+        if self._collector is None:
             return
         mask = inputs["completion_mask"]
+        mask = mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
+        if self._bf16_per_token_logps is None:
+            self._collector.add_at_zero_drift(per_token_logps - inputs["old_per_token_logps"], mask)
+            return
         self._collector.add(
             per_token_logps=per_token_logps,
             old_per_token_logps=inputs["old_per_token_logps"],
             bf16_per_token_logps=self._bf16_per_token_logps,
             bf16_old_per_token_logps=inputs["bf16_old_per_token_logps"],
             advantages=inputs["advantages"],
-            mask=mask if "tool_mask" not in inputs else mask * inputs["tool_mask"],
+            mask=mask,
             importance_sampling_ratio=inputs.get("importance_sampling_ratio"),
             sampling_per_token_logps=inputs.get("sampling_per_token_logps"),
         )
@@ -233,6 +237,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                     stacklevel=2,
                 )
         record = calibration_record(result, shares)
+        record["zero_drift_std_fp8"] = self._collector.zero_drift_std()
         record["bf16_pass_seconds"] = self._bf16_pass_seconds
         self._unlogged = record
         self.calibration_history.append({"step": self.state.global_step + 1, "rollout": self.num_rollouts, **record})

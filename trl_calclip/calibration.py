@@ -56,6 +56,7 @@ class TokenCollector:
 
     def __init__(self, process_index: int = 0, num_processes: int = 1):
         self._rows: list[torch.Tensor] = []
+        self._zero_drift: list[torch.Tensor] = []
         self._next_completion = process_index
         self._num_processes = num_processes
 
@@ -107,6 +108,20 @@ class TokenCollector:
         )
         keep = mask.bool() & (columns[2] != 0)
         self._rows.append(torch.stack([column[keep].double() for column in columns], dim=1).cpu())
+
+    def add_at_zero_drift(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
+        """FP8 log-ratios `(B, T)`, nats, of a micro-batch before the first update: no weight has moved yet."""
+        self._zero_drift.append(log_ratio[mask.bool()].double().cpu())
+
+    def zero_drift_std(self) -> float | None:
+        """
+        Standard deviation of this rank's FP8 log-ratios before the first update, nats; `None` for fewer than two.
+
+        0 where a token's numbers do not depend on its neighbours in the micro-batch, as with scales per row or block.
+        """
+        values = torch.cat(self._zero_drift) if self._zero_drift else torch.zeros(0)
+        std = values.std().item() if values.numel() > 1 else math.nan
+        return std if math.isfinite(std) else None
 
     def pool(self, accelerator: Accelerator) -> TokenPool:
         """The tokens of all ranks, the same on every rank. A rank without tokens takes part with none."""
