@@ -8,9 +8,11 @@ import pytest
 import torch
 from conftest import digits_reward
 from peft import LoraConfig
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, alignment_report
 from trl_calclip._trl_compat import reload_engine_weights
+from trl_calclip.embedded import build_tokenizer
 from trl_calclip.fp8.generation import engine_fp8_parameters, score_with_engine
 from trl_calclip.fp8.linear import bf16_pass, fp8_linears
 
@@ -28,14 +30,15 @@ SETTINGS = {
 
 def release(trainer):
     """Let go of an engine's memory: the cache alone is a gibibyte."""
-    trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
-    del trainer.vllm_generation
+    if trainer.use_vllm:
+        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+        del trainer.vllm_generation
     gc.collect()
 
 
-def build(toy_path, toy_dataset, directory, trainer=None, **overrides) -> CalibratedGRPOTrainer:
+def build(model, toy_dataset, directory, trainer=None, **overrides) -> CalibratedGRPOTrainer:
     args = CalibratedGRPOConfig(output_dir=str(directory), **{**SETTINGS, **overrides})
-    return CalibratedGRPOTrainer(toy_path, digits_reward, args, train_dataset=toy_dataset, **(trainer or {}))
+    return CalibratedGRPOTrainer(model, digits_reward, args, train_dataset=toy_dataset, **(trainer or {}))
 
 
 @pytest.fixture
@@ -43,8 +46,8 @@ def make(toy_path, toy_dataset, tmp_path):
     """Function from overrides of `SETTINGS` to a trainer, whose engine is let go of afterwards."""
     made = []
 
-    def make(**overrides) -> CalibratedGRPOTrainer:
-        made.append(build(toy_path, toy_dataset, tmp_path, **overrides))
+    def make(model=toy_path, **overrides) -> CalibratedGRPOTrainer:
+        made.append(build(model, toy_dataset, tmp_path, **overrides))
         return made[-1]
 
     yield make
@@ -263,6 +266,36 @@ def test_ignored_layers_are_bf16_on_both_sides_and_reported(make, caplog):
         == 1
     )
     assert any("FP8 layers of the engine: model.layers.0.self_attn.q_proj" in line for line in lines)
+
+
+def test_mixture_of_experts_that_is_allowed(make, tmp_path):
+    """Attention is FP8, routers and experts are BF16. A vLLM engine on a CPU does not survive a reload of experts."""
+    tokenizer = build_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    path = str(tmp_path / "moe")
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    with pytest.raises(NotImplementedError, match="fp8_allow_moe=True"):
+        make(model=path)
+    for rollout in ("auto", "off"):
+        with pytest.raises(NotImplementedError, match="on a CPU computes with broken experts"):
+            make(model=path, fp8_rollout=rollout, fp8_allow_moe=True)
+    with pytest.warns(UserWarning, match="routers and experts stay in BF16"):
+        trainer = make(
+            model=path,
+            fp8_recipe="blockwise",
+            fp8_allow_moe=True,
+            use_vllm=False,
+            vllm_max_model_length=None,
+            max_steps=4,
+        )
+    trainer.train()
+    assert len(trainer.fp8_modules) == 8 and trainer.num_calibrations == 1
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise"])

@@ -21,7 +21,7 @@ from .._trl_compat import (
 )
 from .alignment import EXACT, GPU_TOLERANCE, AlignmentReport, alignment_report
 from .recipes import Recipe
-from .selection import refuse_moe, select_linears
+from .selection import expert_modules, refuse_moe, select_linears
 
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,11 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
             left = select_linears(self.model, self.ignore).bf16
             arguments.update(engine_arguments(self.recipe.vllm_quantization, left))
         if self.accelerator.device.type == "cpu":
+            if expert_modules(self.model):
+                raise NotImplementedError(
+                    "vLLM 0.31 on a CPU computes with broken experts once a mixture of experts was reloaded, in BF16 "
+                    "too. Use `use_vllm=False`, a GPU, or a dense model."
+                )
             # Compilation costs 20 s at start and gains nothing here; without the two variables vLLM sizes its cache
             # from a NUMA reading and pins threads that the trainer needs.
             arguments["enforce_eager"] = True
@@ -115,7 +120,7 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
     def _check_names(self) -> None:
         # vLLM fills a fused layer that lacks a part with whatever is in memory, and is dead after an unknown name.
         engine_names = [engine_name for _, engine_name in engine_weight_names(self.llm, self.weight_names())]
-        # Experts are named otherwise in every library: the self-check has to tell.
+        # The engine has its own names for experts: of these only the self-check can tell.
         engine_names = [name for name in engine_names if ".experts." not in name]
         given = set(engine_names)
         needed = {name for name in engine_parameter_names(self.llm) if ".experts." not in name}

@@ -63,15 +63,16 @@ def select_linears(model: nn.Module, ignore: Sequence[str] = ()) -> Selection:
     for name, module in model.named_modules():
         canonical = canonical_name(name)
         parts = canonical.split(".")
-        if parts[-1] == "experts":
-            kept.append(canonical)  # one tensor for all experts, not a linear
+        if parts[-1] == "experts" or parts[-1] in ROUTERS:
+            kept.append(canonical)  # whatever class it has: the engine's are linears
+            continue
         if type(module) is not nn.Linear and not isinstance(module, Float8Linear):
             continue
         if module in heads or parts[-1] in HEADS or any(part.startswith("lora_") for part in name.split(".")):
             continue
         if "original_module" in name.split("."):
             continue  # PEFT's untrained copy of a module that it saves
-        if parts[-1] in ROUTERS or module.out_features < MIN_OUT_FEATURES:
+        if module.out_features < MIN_OUT_FEATURES:
             kept.append(canonical)
         else:
             candidates[canonical] = (name, module)
@@ -117,6 +118,15 @@ def _match(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
     return matched
 
 
+def expert_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that hold a mixture of experts, empty for a dense model."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
+    ]
+
+
 def refuse_moe(model: nn.Module, *, allow: bool) -> None:
     """
     Refuse a mixture of experts, or warn where the user allowed it.
@@ -124,11 +134,7 @@ def refuse_moe(model: nn.Module, *, allow: bool) -> None:
     Raises:
         NotImplementedError: If the model has experts and `allow` is not set.
     """
-    experts = [
-        name
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
-    ]
+    experts = expert_modules(model)
     if not experts:
         return
     found = f"{type(model).__name__} is a mixture of experts ({canonical_name(experts[0])})"
