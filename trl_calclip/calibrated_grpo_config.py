@@ -343,8 +343,8 @@ class CalibratedGRPOConfig(GRPOConfig):
                     "keeps them.",
                     stacklevel=4,
                 )
-        _check_number("fp8_sync_check_interval", self.fp8_sync_check_interval, 0, integer=True)
-        _check_number("fp8_sync_check_limit", self.fp8_sync_check_limit, 0, open_end=True)
+        check_number("fp8_sync_check_interval", self.fp8_sync_check_interval, 0, integer=True)
+        check_number("fp8_sync_check_limit", self.fp8_sync_check_limit, 0, open_end=True)
 
     def _check_pair_of_recipes(self) -> None:
         trainer, rollout = self.training_recipe, self.rollout_recipe
@@ -416,10 +416,10 @@ class CalibratedGRPOConfig(GRPOConfig):
                 f"`top_entropy_quantile={self.top_entropy_quantile}` keeps tokens by their FP8 entropy, so that the "
                 "FP8 and the BF16 clip share would count different tokens. Set it to 1.0, or `calibrated_clip=False`."
             )
-        _check_number("calibration_interval", self.calibration_interval, 1, integer=True)
-        _check_number("calibration_min_tokens", self.calibration_min_tokens, 1, integer=True)
-        _check_number("calibration_max_lower_step", self.calibration_max_lower_step, 0, open_end=True)
-        _check_number("calibration_max_upper_step", self.calibration_max_upper_step, 0, open_end=True)
+        check_number("calibration_interval", self.calibration_interval, 1, integer=True)
+        check_number("calibration_min_tokens", self.calibration_min_tokens, 1, integer=True)
+        check_number("calibration_max_lower_step", self.calibration_max_lower_step, 0, open_end=True)
+        check_number("calibration_max_upper_step", self.calibration_max_upper_step, 0, open_end=True)
         _check_pair("calibration_lower_limits", self.calibration_lower_limits, 0.0, 1.0)
         _check_pair("calibration_upper_limits", self.calibration_upper_limits, 1.0, math.inf)
         _check_pair("calibration_start", self.calibration_start, 0.0, math.inf)
@@ -439,7 +439,7 @@ class CalibratedGRPOConfig(GRPOConfig):
                 )
 
 
-def _check_number(name: str, value, minimum: float, *, integer: bool = False, open_end: bool = False) -> None:
+def check_number(name: str, value, minimum: float, *, integer: bool = False, open_end: bool = False) -> None:
     kinds = int if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"`{name}` must be {'an integer' if integer else 'a number'}, got {value!r}.")

@@ -272,13 +272,18 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         # Checkpoints pass here too, before `trainer_state.json` is written: a complete checkpoint never lacks the
         # state.
         super().save_model(output_dir, _internal_call)
-        if self.args.calibrated_clip and self.args.should_save:
+        if self.keeps_state and self.args.should_save:
             write_state(output_dir or self.args.output_dir, self._state())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self.args.calibrated_clip and checkpoint is not None:
+        if self.keeps_state and checkpoint is not None:
             self._restore(read_state(checkpoint))
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether checkpoints hold `calclip_state.json`."""
+        return self.args.calibrated_clip
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -291,6 +296,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
 
     def _restore(self, state: dict[str, Any] | None) -> None:
         if state is None:
+            if not self.args.calibrated_clip:
+                return
             logger.warning(
                 "The checkpoint has no %s: it was not written by a calibrated run. The clip bounds start at %s.",
                 STATE_NAME, self.clip_range,
@@ -301,7 +308,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         self.num_calibrations = state["num_calibrations"]
         self.num_skipped_calibrations = state["num_skipped_calibrations"]
         self.calibration_history = state["calibration_history"]
-        self._apply_clip_range()
+        if self.args.calibrated_clip:
+            self._apply_clip_range()
 
 
 @contextmanager
