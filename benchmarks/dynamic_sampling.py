@@ -68,7 +68,16 @@ def mixture(size: int, seed: int) -> Dataset:
 def run_one(seed: int, dynamic_sampling: bool, steps: int, directory: Path) -> None:
     """One arm of one seed, in this process; the result goes to `directory/result.json`."""
     arguments = ["--config", str(CONFIG), "--output_dir", str(directory), "--use_cpu", "true", "--seed", str(seed)]
-    arguments += ["--max_steps", str(steps), "--save_strategy", "no", "--dynamic_sampling", str(dynamic_sampling)]
+    arguments += [
+        "--max_steps",
+        str(steps),
+        "--calibration_min_tokens",
+        "50",
+        "--save_strategy",
+        "no",
+        "--dynamic_sampling",
+        str(dynamic_sampling),
+    ]
     arguments += ["--per_device_train_batch_size", "16", "--num_generations_eval", "4", "--disable_tqdm", "true"]
     arguments += ["--per_device_eval_batch_size", "64", "--vllm_max_model_length", "112"]
     (args,) = TrlParser(CalibratedDAPOConfig).parse_args_and_config(arguments)
