@@ -69,7 +69,7 @@ def make(toy_path, toy_dataset, tmp_path):
     made = []
 
     def build(reward=half_uniform_reward, cls=Recording, trainer=None, dataset=toy_dataset, **overrides):
-        config = CalibratedGRPOConfig if cls is CalibratedGRPOTrainer else CalibratedDAPOConfig
+        config = CalibratedDAPOConfig if issubclass(cls, CalibratedDAPOTrainer) else CalibratedGRPOConfig
         args = config(output_dir=str(tmp_path / "run"), **{**SETTINGS, **overrides})
         made.append(cls(toy_path, reward, args, train_dataset=dataset, **(trainer or {})))
         return made[-1]
@@ -264,6 +264,42 @@ def test_several_iterations_and_streaming_datasets(make, toy_dataset):
     trainer.train()
     assert len(trainer.batches) == 2 and trainer.num_rollouts == 2
     assert all(batch["advantages"].view(4, 4).abs().amax(dim=1).min() > 0.1 for batch in trainer.batches)
+
+
+@pytest.mark.parametrize("cls", [CalibratedGRPOTrainer, CalibratedDAPOTrainer])
+def test_sequence_level_ratios(make, cls):
+    """Calibration counts what TRL's loss clips: whole completions, by the exponential of their mean log-ratio."""
+
+    class Checking(cls):
+        seen, pooled = [], []
+
+        def after_policy_forward(self, inputs, per_token_logps):
+            if self._collector is not None and self._bf16_per_token_logps is not None:
+                log_ratio = per_token_logps - inputs["old_per_token_logps"]
+                mask = inputs["completion_mask"]
+                ratio = torch.exp((log_ratio * mask).sum(-1) / mask.sum(-1))
+                counted = (mask.sum(-1) > 0) & (inputs["advantages"] != 0)
+                self.seen.append(ratio[counted].double())
+            super().after_policy_forward(inputs, per_token_logps)
+
+        def _calibrate(self, pool):
+            self.pooled.append(pool)
+            super()._calibrate(pool)
+
+    trainer = make(
+        cls=Checking, max_steps=16, importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4,
+        epsilon_high=4e-4, **({} if cls is CalibratedGRPOTrainer else {"dynamic_sampling": False}),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.num_calibrations == 2 and len(trainer.pooled) == 2
+    pooled = torch.cat([pool.fp8_ratio for pool in trainer.pooled]).sort().values
+    assert torch.equal(pooled, torch.cat(trainer.seen).sort().values) and pooled.numel() <= 24
+    start = trainer.args.calibration_start
+    assert trainer.clip_range.lower != start[0] and 0.97 <= trainer.clip_range.lower <= 0.99985
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (
+        trainer.clip_range.epsilon_low,
+        trainer.clip_range.epsilon_high,
+    )
 
 
 # Resume

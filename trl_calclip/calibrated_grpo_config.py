@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
 """`CalibratedGRPOConfig`: the added settings of FP8 and Calibrated Clipping, and every check that they alone allow."""
 
+import copy
 import dataclasses
 import math
 import os
@@ -16,6 +17,22 @@ from .fp8.recipes import Recipe, cuda_capability, get_recipe, resolve_emulate
 
 # Losses whose gradient stops at the two bounds. The others (cispo, sapo, vespo, luspo) use the ratio otherwise.
 CALIBRATABLE_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
+
+# The paper's, for one ratio per token.
+TOKEN_DEFAULTS = {
+    "min_tokens": 1000,
+    "lower_limits": [0.5, 0.9],
+    "upper_limits": [1.2, 2.0],
+    "max_lower_step": 0.05,
+    "max_upper_step": 0.10,
+    "start": [0.6, 1.8],
+}
+# For one ratio per completion, as multiples of the reference bounds' distances from 1. FP8's noise is 20 to 135 times
+# GSPO's lower distance where it was measured (docs/dapo.md); the bounds have to get that far and back.
+SEQUENCE_NEAR = 0.5
+SEQUENCE_FAR = 100.0
+SEQUENCE_MAX_STEP = 10.0
+SEQUENCE_START = 20.0
 
 _TRL_DEFAULTS = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
 
@@ -38,9 +55,11 @@ class CalibratedGRPOConfig(GRPOConfig):
         calibration_interval (`int`, *optional*, defaults to `20`):
             Rollout batches from one calibration to the next. The first rollout batch calibrates.
         calibration_min_tokens (`int`, *optional*, defaults to `1000`):
-            Negative-advantage tokens below which a calibration is skipped and the bounds stay.
+            Negative-advantage tokens below which a calibration is skipped and the bounds stay. With sequence-level
+            ratios it counts completions, and 100 is the default.
         calibration_lower_limits (`list[float]`, *optional*, defaults to `[0.5, 0.9]`):
-            Smallest and largest lower clip bound, as ratios.
+            Smallest and largest lower clip bound, as ratios. This and the next four settings have other defaults for
+            sequence-level ratios, multiples of the reference bounds' distances from 1 (docs/dapo.md).
         calibration_upper_limits (`list[float]`, *optional*, defaults to `[1.2, 2.0]`):
             Smallest and largest upper clip bound, as ratios.
         calibration_max_lower_step (`float`, *optional*, defaults to `0.05`):
@@ -110,26 +129,26 @@ class CalibratedGRPOConfig(GRPOConfig):
         default=20,
         metadata={"help": "Rollout batches from one calibration to the next. The first rollout batch calibrates."},
     )
-    calibration_min_tokens: int = field(
-        default=1000,
+    calibration_min_tokens: int | None = field(
+        default=None,
         metadata={"help": "Negative-advantage tokens below which a calibration is skipped and the bounds stay."},
     )
-    calibration_lower_limits: list[float] = field(
-        default_factory=lambda: [0.5, 0.9],
+    calibration_lower_limits: list[float] | None = field(
+        default=None,
         metadata={"help": "Smallest and largest lower clip bound, as ratios."},
     )
-    calibration_upper_limits: list[float] = field(
-        default_factory=lambda: [1.2, 2.0],
+    calibration_upper_limits: list[float] | None = field(
+        default=None,
         metadata={"help": "Smallest and largest upper clip bound, as ratios."},
     )
-    calibration_max_lower_step: float = field(
-        default=0.05, metadata={"help": "Largest move of the lower bound per calibration."}
+    calibration_max_lower_step: float | None = field(
+        default=None, metadata={"help": "Largest move of the lower bound per calibration."}
     )
-    calibration_max_upper_step: float = field(
-        default=0.10, metadata={"help": "Largest move of the upper bound per calibration."}
+    calibration_max_upper_step: float | None = field(
+        default=None, metadata={"help": "Largest move of the upper bound per calibration."}
     )
-    calibration_start: list[float] = field(
-        default_factory=lambda: [0.6, 1.8],
+    calibration_start: list[float] | None = field(
+        default=None,
         metadata={"help": "Clip bounds before the first calibration, as ratios."},
     )
     calibration_start_at_reference: bool = field(
@@ -213,7 +232,28 @@ class CalibratedGRPOConfig(GRPOConfig):
         if active:
             self._check_fp8()
         if self.calibrated_clip:
+            self._set_calibration_defaults()
             self._check_calibration()
+
+    def _set_calibration_defaults(self) -> None:
+        low, high = self.epsilon, self.epsilon_high
+        if self.importance_sampling_level == "sequence":
+            # Never wider than for tokens, whatever the reference bounds are.
+            widest, near = TOKEN_DEFAULTS, SEQUENCE_NEAR
+            farthest_low, farthest_high = 1 - widest["lower_limits"][0], widest["upper_limits"][1] - 1
+            defaults = {
+                "min_tokens": 100,
+                "lower_limits": [1 - min(SEQUENCE_FAR * low, farthest_low), 1 - near * low],
+                "upper_limits": [1 + near * high, 1 + min(SEQUENCE_FAR * high, farthest_high)],
+                "max_lower_step": min(SEQUENCE_MAX_STEP * low, widest["max_lower_step"]),
+                "max_upper_step": min(SEQUENCE_MAX_STEP * high, widest["max_upper_step"]),
+                "start": [1 - min(SEQUENCE_START * low, farthest_low), 1 + min(SEQUENCE_START * high, farthest_high)],
+            }
+        else:
+            defaults = TOKEN_DEFAULTS
+        for name, value in defaults.items():
+            if vars(self)[f"calibration_{name}"] is None:
+                setattr(self, f"calibration_{name}", copy.copy(value))
 
     @property
     def training_recipe(self) -> Recipe | None:
@@ -396,10 +436,9 @@ class CalibratedGRPOConfig(GRPOConfig):
                 f"`loss_type={self.loss_type!r}` cannot be calibrated: its gradient does not stop at a lower and an "
                 f"upper clip bound. Use one of {', '.join(CALIBRATABLE_LOSSES)}, or `calibrated_clip=False`."
             )
-        if self.importance_sampling_level != "token":
-            raise NotImplementedError(
-                f"Calibration for `importance_sampling_level={self.importance_sampling_level!r}` is not there yet: it "
-                "counts tokens, not completions. Use 'token', or `calibrated_clip=False`."
+        if self.importance_sampling_level not in ("token", "sequence"):
+            raise ValueError(
+                f"`importance_sampling_level` must be 'token' or 'sequence', got {self.importance_sampling_level!r}."
             )
         if self.delta is not None:
             raise ValueError(

@@ -21,7 +21,7 @@ import torch
 
 from ._trl_compat import HookedGRPOTrainer, substituted_vllm_generation
 from .calibrated_grpo_config import CalibratedGRPOConfig
-from .calibration import TokenCollector, TokenPool, calibrate, calibration_record
+from .calibration import TokenCollector, TokenPool, calibrate, calibration_record, sequence_entries
 from .callbacks import CalibrationCallback
 from .checkpoint import STATE_NAME, read_state, write_state
 from .clip_range import ClipRange
@@ -178,16 +178,19 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         if self._bf16_per_token_logps is None:
             self._collector.add_at_zero_drift(per_token_logps - inputs["old_per_token_logps"], mask)
             return
-        self._collector.add(
-            per_token_logps=per_token_logps,
-            old_per_token_logps=inputs["old_per_token_logps"],
-            bf16_per_token_logps=self._bf16_per_token_logps,
-            bf16_old_per_token_logps=inputs["bf16_old_per_token_logps"],
-            advantages=inputs["advantages"],
-            mask=mask,
-            importance_sampling_ratio=inputs.get("importance_sampling_ratio"),
-            sampling_per_token_logps=inputs.get("sampling_per_token_logps"),
-        )
+        entries = {
+            "per_token_logps": per_token_logps,
+            "old_per_token_logps": inputs["old_per_token_logps"],
+            "bf16_per_token_logps": self._bf16_per_token_logps,
+            "bf16_old_per_token_logps": inputs["bf16_old_per_token_logps"],
+            "advantages": inputs["advantages"],
+            "mask": mask,
+            "importance_sampling_ratio": inputs.get("importance_sampling_ratio"),
+            "sampling_per_token_logps": inputs.get("sampling_per_token_logps"),
+        }
+        if self.importance_sampling_level == "sequence":
+            entries = sequence_entries(**entries)
+        self._collector.add(**entries)
         self._bf16_per_token_logps = None
 
     def end_rollout(self) -> None:
