@@ -2,12 +2,9 @@
 """Two gloo ranks under torchrun: the same bounds on both, bit for bit, and a rank without tokens is fine."""
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
+from launching import torchrun
 
 
 pytestmark = pytest.mark.slow
@@ -57,13 +54,7 @@ with open(f"{output_dir}/rank{rank}.json", "w") as file:
 
 @pytest.mark.parametrize("case", ["full", "empty rank"])
 def test_two_ranks_hold_the_same_bounds(toy_path, tmp_path, case):
-    script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", str(script), toy_path, str(tmp_path), case]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
+    torchrun(tmp_path, SCRIPT, toy_path, tmp_path, case, ranks=2)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["count"] == second["count"] == 3
     assert first["seen"] == second["seen"] and len(set(map(tuple, first["seen"]))) > 1

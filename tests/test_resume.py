@@ -22,6 +22,8 @@ STATE = {
     "num_calibrations": 2,
     "num_skipped_calibrations": 0,
     "calibration_history": [{"step": 4, "lower": 0.65, "rho_fp8": None}],
+    "schedule": {},
+    "world": {"num_processes": 2, "completions_per_rollout": 32, "completions_per_step": 8},
 }
 
 
@@ -46,6 +48,7 @@ def test_state_round_trip(tmp_path):
         (json.dumps({**STATE, "version": 1, "num_rollouts": -1}), "cannot be"),
         (json.dumps({**STATE, "version": 1, "num_rollouts": 1.5}), "cannot be"),
         (json.dumps({**STATE, "version": 1, "calibration_history": {}}), "cannot be"),
+        (json.dumps({**STATE, "version": 1, "world": 2}), "cannot be"),
     ],
 )
 def test_damaged_state_is_refused(tmp_path, text, message):
