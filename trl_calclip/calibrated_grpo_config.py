@@ -364,9 +364,10 @@ class CalibratedGRPOConfig(GRPOConfig):
         if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" or "ACCELERATE_FP8_BACKEND" in os.environ:
             raise ValueError(
                 "Accelerate's own FP8 is on (`--mixed_precision fp8` or an `fp8_config` in the launch file). It "
-                "leaves the first and last linear out and has no BF16 pass, and two FP8 conversions of one model "
-                "contradict each other. Launch with `--mixed_precision bf16` and without `fp8_config`; `fp8_recipe` "
-                "does the rest."
+                "leaves the first and last linear out, has no BF16 pass, and under FSDP2 gathers the weights in FP8 "
+                "(`enable_fsdp_float8_all_gather`), so that no rank holds the BF16 weights that calibration scores "
+                "with; and two FP8 conversions of one model contradict each other. Launch "
+                "with `--mixed_precision bf16` and without `fp8_config`; `fp8_recipe` does the rest."
             )
         if self.fp16:
             raise ValueError(
