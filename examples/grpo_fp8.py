@@ -113,20 +113,20 @@ def load_task(script_args: GRPOScriptArguments, training_args: CalibratedGRPOCon
     }
 
 
-def main() -> None:
+def main(config=CalibratedGRPOConfig, trainer_class=CalibratedGRPOTrainer, demo_config: Path = DEMO_CONFIG) -> None:
     arguments = sys.argv[1:]
     if not any(argument.startswith("--config") or argument == "--output_dir" for argument in arguments):
-        arguments = ["--config", str(DEMO_CONFIG), *arguments]
+        arguments = ["--config", str(demo_config), *arguments]
     if not torch.cuda.is_available() and "--use_cpu" not in arguments:
         arguments += ["--use_cpu", "true"]
     transformers.utils.logging.disable_progress_bar()
-    parser = TrlParser((GRPOScriptArguments, CalibratedGRPOConfig, ModelConfig))
+    parser = TrlParser((GRPOScriptArguments, config, ModelConfig))
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     console = Console()
 
     if training_args.should_save:
         console.print(f"Output: {training_args.output_dir}")
-    trainer = CalibratedGRPOTrainer(args=training_args, **load_task(script_args, training_args, model_args))
+    trainer = trainer_class(args=training_args, **load_task(script_args, training_args, model_args))
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress())
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 
 from trl_calclip import ClipRange
-from trl_calclip.calibration import TokenCollector, TokenPool, calibrate, calibration_record
+from trl_calclip.calibration import TokenCollector, TokenPool, calibrate, calibration_record, sequence_entries
 from trl_calclip.metrics import clip_metrics
 
 
@@ -156,3 +156,39 @@ def test_zero_drift_is_noise_only_where_scales_depend_on_the_micro_batch(make_tr
     assert any(
         entry.get("calclip/zero_drift_std_fp8") == record["zero_drift_std_fp8"] for entry in trainer.state.log_history
     )
+
+
+def test_sequence_entries_by_hand():
+    """Two completions of two and one tokens, one without any: ratios, masses and masks as worked out on paper."""
+    log = math.log
+    entries = sequence_entries(
+        per_token_logps=torch.tensor([[log(0.5), log(0.2)], [log(0.9), 0.0], [0.0, 0.0]]),
+        old_per_token_logps=torch.tensor([[log(0.4), log(0.4)], [log(0.6), 0.0], [0.0, 0.0]]),
+        bf16_per_token_logps=torch.tensor([[log(0.4), log(0.1)], [log(0.6), 0.0], [0.0, 0.0]]),
+        bf16_old_per_token_logps=torch.tensor([[log(0.4), log(0.4)], [log(0.6), 0.0], [0.0, 0.0]]),
+        advantages=torch.tensor([-1.0, 2.0, 3.0]),
+        mask=torch.tensor([[1, 1], [1, 0], [0, 0]]),
+        importance_sampling_ratio=torch.tensor([[2.0, 0.5], [1.5, 9.0], [1.0, 1.0]]),
+        sampling_per_token_logps=torch.tensor([[log(0.3), math.nan], [log(0.8), 0.0], [0.0, 0.0]]),
+    )
+    collector = TokenCollector()
+    collector.add(**entries)
+    pool = collector.pool(Accelerator(cpu=True))
+    # (0.5 / 0.4 * 0.2 / 0.4) ** (1 / 2), and 0.9 / 0.6; the masked completion is left out
+    torch.testing.assert_close(pool.fp8_ratio, torch.tensor([0.625**0.5, 1.5]).double())
+    torch.testing.assert_close(pool.bf16_ratio, torch.tensor([0.5, 1.0]).double())
+    assert pool.advantages.tolist() == [-1.0, 2.0]
+    # sum(w) and sum(w * s) / sum(w); where the rollout gave no probability, the old policy's stands in
+    torch.testing.assert_close(pool.tis_weights, torch.tensor([2.5, 1.5]).double())
+    torch.testing.assert_close(pool.sampling_probs, torch.tensor([(2 * 0.3 + 0.5 * 0.4) / 2.5, 0.8]).double())
+
+
+def test_sequence_entries_without_a_rollout_weight():
+    logps = torch.tensor([[math.log(0.5), math.log(0.25)]])
+    zeros = torch.zeros(1, 2)
+    entries = sequence_entries(
+        per_token_logps=logps, old_per_token_logps=logps, bf16_per_token_logps=zeros, bf16_old_per_token_logps=zeros,
+        advantages=torch.ones(1), mask=torch.ones(1, 2), importance_sampling_ratio=None, sampling_per_token_logps=None,
+    )  # fmt: skip
+    assert entries["importance_sampling_ratio"].item() == 2.0
+    assert entries["sampling_per_token_logps"].exp().item() == pytest.approx(0.375)

@@ -28,7 +28,7 @@ REFUSED = [
     ({"loss_type": "vespo"}, ValueError, "cannot be calibrated"),
     ({"loss_type": "luspo"}, ValueError, "cannot be calibrated"),
     ({"loss_type": "grop"}, ValueError, "cannot be calibrated"),
-    ({"importance_sampling_level": "sequence"}, NotImplementedError, "'sequence'"),
+    ({"importance_sampling_level": "sentence"}, ValueError, "must be 'token' or 'sequence', got 'sentence'"),
     ({"delta": 2.0}, ValueError, "`delta=2.0`"),
     ({"off_policy_mask_threshold": 0.5}, ValueError, "`off_policy_mask_threshold=0.5`"),
     ({"top_entropy_quantile": 0.2}, ValueError, "`top_entropy_quantile=0.2`"),
@@ -247,3 +247,28 @@ def test_dropout_is_refused(make_trainer, make_config):
     with pytest.raises(ValueError, match="attention_dropout"):
         make_trainer(model_init_kwargs={"attention_dropout": 0.1}, disable_dropout=True)
     make_trainer(model_init_kwargs={"attention_dropout": 0.1}, calibrated_clip=False)
+
+
+def test_calibration_defaults_for_tokens_and_for_completions(tmp_path):
+    def build(**overrides):
+        return CalibratedGRPOConfig(output_dir=str(tmp_path), **{**BASE, **overrides})
+
+    token = build()
+    assert token.calibration_lower_limits == [0.5, 0.9] and token.calibration_upper_limits == [1.2, 2.0]
+    assert (token.calibration_max_lower_step, token.calibration_max_upper_step) == (0.05, 0.10)
+    assert token.calibration_start == [0.6, 1.8] and token.calibration_min_tokens == 1000
+    token.calibration_start.append(0.0)
+    assert build().calibration_start == [0.6, 1.8]
+
+    sequence = build(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4, loss_type="grpo")
+    assert sequence.calibration_lower_limits == pytest.approx([0.97, 0.99985])
+    assert sequence.calibration_upper_limits == pytest.approx([1.0002, 1.04])
+    assert sequence.calibration_max_lower_step == pytest.approx(3e-3)
+    assert sequence.calibration_max_upper_step == pytest.approx(4e-3)
+    assert sequence.calibration_start == pytest.approx([0.994, 1.008]) and sequence.calibration_min_tokens == 100
+    # with reference bounds made for tokens, nothing gets wider than it is for tokens
+    wide = build(importance_sampling_level="sequence", loss_type="grpo")
+    assert wide.calibration_lower_limits == pytest.approx([0.5, 0.9]) and wide.calibration_max_lower_step == 0.05
+    assert wide.calibration_upper_limits == pytest.approx([1.12, 2.0]) and wide.calibration_start == [0.5, 2.0]
+    own = build(importance_sampling_level="sequence", calibration_min_tokens=7, calibration_start=[0.7, 1.5])
+    assert own.calibration_min_tokens == 7 and own.calibration_start == [0.7, 1.5]

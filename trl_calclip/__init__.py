@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from .calibrated_dapo_config import CalibratedDAPOConfig
+    from .calibrated_dapo_trainer import CalibratedDAPOTrainer
     from .calibrated_grpo_config import CalibratedGRPOConfig
     from .calibrated_grpo_trainer import CalibratedGRPOTrainer
     from .callbacks import CalibrationCallback
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AlignmentReport": ".fp8.alignment",
+    "CalibratedDAPOConfig": ".calibrated_dapo_config",
+    "CalibratedDAPOTrainer": ".calibrated_dapo_trainer",
     "CalibratedGRPOConfig": ".calibrated_grpo_config",
     "CalibratedGRPOTrainer": ".calibrated_grpo_trainer",
     "CalibrationCallback": ".callbacks",
@@ -31,6 +35,8 @@ _MODULES = {
 
 __all__ = [
     "AlignmentReport",
+    "CalibratedDAPOConfig",
+    "CalibratedDAPOTrainer",
     "CalibratedGRPOConfig",
     "CalibratedGRPOTrainer",
     "CalibrationCallback",

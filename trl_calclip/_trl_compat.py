@@ -6,6 +6,7 @@ Everything else calls the functions and overrides the hooks that stand here. `te
 each of them relies on, so that an upgrade breaks a test before it breaks a run. Written for TRL 1.16 and vLLM 0.31.
 """
 
+import collections
 import functools
 import importlib.metadata
 import inspect
@@ -17,6 +18,7 @@ import torch
 import trl.generation.vllm_generation as vllm_generation_module
 import trl.trainer.grpo_trainer as grpo_trainer_module
 from accelerate.utils import is_peft_model
+from datasets import IterableDataset
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from trl import GRPOTrainer
@@ -110,6 +112,43 @@ class HookedGRPOTrainer(GRPOTrainer):
             )
         return per_token_logps
 
+    def generate_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """
+        Called for each rollout and each batch of an evaluation: generates completions for `inputs`, one example per
+        completion, and returns this rank's padded tensors.
+        """
+        return super()._generate_and_score_completions(inputs)
+
+    def generate_round(self, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], torch.Tensor, dict[str, float]]:
+        """
+        Generate and score a part of a rollout.
+
+        Returns:
+            `tuple[dict[str, Any], torch.Tensor, dict[str, float]]`: What `generate_and_score` returns; the rewards of
+            all ranks' completions, `(ranks * len(inputs), reward functions)`; and TRL's metrics of the round, which
+            are not logged.
+        """
+        logged, self._metrics["train"] = self._metrics["train"], collections.defaultdict(list)
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+        finally:
+            metrics, self._metrics["train"] = self._metrics["train"], logged
+        return batch, self._rewards_per_func, {name: values[-1] for name, values in metrics.items()}
+
+    def log_in_training(self, metrics: dict[str, float]) -> None:
+        """Put `metrics` among those that the next log entry averages over its rollouts."""
+        for name, value in metrics.items():
+            if name == "num_tokens":  # a total, which TRL sets anew each time
+                self._metrics["train"][name] = [value]
+            else:
+                self._metrics["train"][name].append(value)
+
+    def training_dataset(self):
+        """The training dataset with the columns that the reward functions are given."""
+        if isinstance(self.train_dataset, IterableDataset):
+            return self.train_dataset
+        return self._remove_unused_columns(self.train_dataset, description="Training")
+
     def training_step(self, model, inputs, num_items_in_batch):
         output = super().training_step(model, inputs, num_items_in_batch)
         if self._step % self.micro_batches_per_rollout == 0:
@@ -122,6 +161,13 @@ class HookedGRPOTrainer(GRPOTrainer):
         if self._buffered_inputs is not buffered:
             self.begin_rollout(self._buffered_inputs)
         return inputs
+
+    def _generate_and_score_completions(self, inputs):
+        return self.generate_and_score(inputs)
+
+    def _calculate_rewards(self, *args, **kwargs):
+        self._rewards_per_func = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards_per_func
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:

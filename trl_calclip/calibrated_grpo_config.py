@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
 """`CalibratedGRPOConfig`: the added settings of FP8 and Calibrated Clipping, and every check that they alone allow."""
 
+import copy
 import dataclasses
 import math
 import os
@@ -19,6 +20,22 @@ from .fp8.recipes import Recipe, cuda_capability, get_recipe, resolve_emulate
 CALIBRATABLE_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 
 CALIBRATION_SCHEDULES = ("fixed", "adaptive")
+
+# The paper's, for one ratio per token.
+TOKEN_DEFAULTS = {
+    "min_tokens": 1000,
+    "lower_limits": [0.5, 0.9],
+    "upper_limits": [1.2, 2.0],
+    "max_lower_step": 0.05,
+    "max_upper_step": 0.10,
+    "start": [0.6, 1.8],
+}
+# For one ratio per completion, as multiples of the reference bounds' distances from 1. FP8's noise is 20 to 135 times
+# GSPO's lower distance where it was measured (docs/dapo.md); the bounds have to get that far and back.
+SEQUENCE_NEAR = 0.5
+SEQUENCE_FAR = 100.0
+SEQUENCE_MAX_STEP = 10.0
+SEQUENCE_START = 20.0
 
 _TRL_DEFAULTS = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
 
@@ -41,9 +58,11 @@ class CalibratedGRPOConfig(GRPOConfig):
         calibration_interval (`int`, *optional*, defaults to `20`):
             Rollout batches from one calibration to the next. The first rollout batch calibrates.
         calibration_min_tokens (`int`, *optional*, defaults to `1000`):
-            Negative-advantage tokens below which a calibration is skipped and the bounds stay.
+            Negative-advantage tokens below which a calibration is skipped and the bounds stay. With sequence-level
+            ratios it counts completions, and 100 is the default.
         calibration_lower_limits (`list[float]`, *optional*, defaults to `[0.5, 0.9]`):
-            Smallest and largest lower clip bound, as ratios.
+            Smallest and largest lower clip bound, as ratios. This and the next four settings have other defaults for
+            sequence-level ratios, multiples of the reference bounds' distances from 1 (docs/dapo.md).
         calibration_upper_limits (`list[float]`, *optional*, defaults to `[1.2, 2.0]`):
             Smallest and largest upper clip bound, as ratios.
         calibration_max_lower_step (`float`, *optional*, defaults to `0.05`):
@@ -131,26 +150,26 @@ class CalibratedGRPOConfig(GRPOConfig):
         default=20,
         metadata={"help": "Rollout batches from one calibration to the next. The first rollout batch calibrates."},
     )
-    calibration_min_tokens: int = field(
-        default=1000,
+    calibration_min_tokens: int | None = field(
+        default=None,
         metadata={"help": "Negative-advantage tokens below which a calibration is skipped and the bounds stay."},
     )
-    calibration_lower_limits: list[float] = field(
-        default_factory=lambda: [0.5, 0.9],
+    calibration_lower_limits: list[float] | None = field(
+        default=None,
         metadata={"help": "Smallest and largest lower clip bound, as ratios."},
     )
-    calibration_upper_limits: list[float] = field(
-        default_factory=lambda: [1.2, 2.0],
+    calibration_upper_limits: list[float] | None = field(
+        default=None,
         metadata={"help": "Smallest and largest upper clip bound, as ratios."},
     )
-    calibration_max_lower_step: float = field(
-        default=0.05, metadata={"help": "Largest move of the lower bound per calibration."}
+    calibration_max_lower_step: float | None = field(
+        default=None, metadata={"help": "Largest move of the lower bound per calibration."}
     )
-    calibration_max_upper_step: float = field(
-        default=0.10, metadata={"help": "Largest move of the upper bound per calibration."}
+    calibration_max_upper_step: float | None = field(
+        default=None, metadata={"help": "Largest move of the upper bound per calibration."}
     )
-    calibration_start: list[float] = field(
-        default_factory=lambda: [0.6, 1.8],
+    calibration_start: list[float] | None = field(
+        default=None,
         metadata={"help": "Clip bounds before the first calibration, as ratios."},
     )
     calibration_start_at_reference: bool = field(
@@ -269,8 +288,29 @@ class CalibratedGRPOConfig(GRPOConfig):
         if active:
             self._check_fp8()
         if self.calibrated_clip:
+            self._set_calibration_defaults()
             self._check_calibration()
             self._check_calibration_cost()
+
+    def _set_calibration_defaults(self) -> None:
+        low, high = self.epsilon, self.epsilon_high
+        if self.importance_sampling_level == "sequence":
+            # Never wider than for tokens, whatever the reference bounds are.
+            widest, near = TOKEN_DEFAULTS, SEQUENCE_NEAR
+            farthest_low, farthest_high = 1 - widest["lower_limits"][0], widest["upper_limits"][1] - 1
+            defaults = {
+                "min_tokens": 100,
+                "lower_limits": [1 - min(SEQUENCE_FAR * low, farthest_low), 1 - near * low],
+                "upper_limits": [1 + near * high, 1 + min(SEQUENCE_FAR * high, farthest_high)],
+                "max_lower_step": min(SEQUENCE_MAX_STEP * low, widest["max_lower_step"]),
+                "max_upper_step": min(SEQUENCE_MAX_STEP * high, widest["max_upper_step"]),
+                "start": [1 - min(SEQUENCE_START * low, farthest_low), 1 + min(SEQUENCE_START * high, farthest_high)],
+            }
+        else:
+            defaults = TOKEN_DEFAULTS
+        for name, value in defaults.items():
+            if vars(self)[f"calibration_{name}"] is None:
+                setattr(self, f"calibration_{name}", copy.copy(value))
 
     @property
     def training_recipe(self) -> Recipe | None:
@@ -401,8 +441,8 @@ class CalibratedGRPOConfig(GRPOConfig):
                     "keeps them.",
                     stacklevel=4,
                 )
-        _check_number("fp8_sync_check_interval", self.fp8_sync_check_interval, 0, integer=True)
-        _check_number("fp8_sync_check_limit", self.fp8_sync_check_limit, 0, open_end=True)
+        check_number("fp8_sync_check_interval", self.fp8_sync_check_interval, 0, integer=True)
+        check_number("fp8_sync_check_limit", self.fp8_sync_check_limit, 0, open_end=True)
 
     def _check_pair_of_recipes(self) -> None:
         trainer, rollout = self.training_recipe, self.rollout_recipe
@@ -454,10 +494,9 @@ class CalibratedGRPOConfig(GRPOConfig):
                 f"`loss_type={self.loss_type!r}` cannot be calibrated: its gradient does not stop at a lower and an "
                 f"upper clip bound. Use one of {', '.join(CALIBRATABLE_LOSSES)}, or `calibrated_clip=False`."
             )
-        if self.importance_sampling_level != "token":
-            raise NotImplementedError(
-                f"Calibration for `importance_sampling_level={self.importance_sampling_level!r}` is not there yet: it "
-                "counts tokens, not completions. Use 'token', or `calibrated_clip=False`."
+        if self.importance_sampling_level not in ("token", "sequence"):
+            raise ValueError(
+                f"`importance_sampling_level` must be 'token' or 'sequence', got {self.importance_sampling_level!r}."
             )
         if self.delta is not None:
             raise ValueError(
@@ -474,10 +513,10 @@ class CalibratedGRPOConfig(GRPOConfig):
                 f"`top_entropy_quantile={self.top_entropy_quantile}` keeps tokens by their FP8 entropy, so that the "
                 "FP8 and the BF16 clip share would count different tokens. Set it to 1.0, or `calibrated_clip=False`."
             )
-        _check_number("calibration_interval", self.calibration_interval, 1, integer=True)
-        _check_number("calibration_min_tokens", self.calibration_min_tokens, 1, integer=True)
-        _check_number("calibration_max_lower_step", self.calibration_max_lower_step, 0, open_end=True)
-        _check_number("calibration_max_upper_step", self.calibration_max_upper_step, 0, open_end=True)
+        check_number("calibration_interval", self.calibration_interval, 1, integer=True)
+        check_number("calibration_min_tokens", self.calibration_min_tokens, 1, integer=True)
+        check_number("calibration_max_lower_step", self.calibration_max_lower_step, 0, open_end=True)
+        check_number("calibration_max_upper_step", self.calibration_max_upper_step, 0, open_end=True)
         _check_pair("calibration_lower_limits", self.calibration_lower_limits, 0.0, 1.0)
         _check_pair("calibration_upper_limits", self.calibration_upper_limits, 1.0, math.inf)
         _check_pair("calibration_start", self.calibration_start, 0.0, math.inf)
@@ -497,14 +536,14 @@ class CalibratedGRPOConfig(GRPOConfig):
                 )
 
     def _check_calibration_cost(self) -> None:
-        _check_number("calibration_max_tokens", self.calibration_max_tokens, 1, integer=True)
+        check_number("calibration_max_tokens", self.calibration_max_tokens, 1, integer=True)
         if self.calibration_max_tokens < self.calibration_min_tokens:
             raise ValueError(
                 f"`calibration_max_tokens={self.calibration_max_tokens}` is less than "
                 f"`calibration_min_tokens={self.calibration_min_tokens}`: every calibration would be skipped. Raise "
                 "the one or lower the other."
             )
-        _check_number("calibration_fraction", self.calibration_fraction, 0, open_end=True)
+        check_number("calibration_fraction", self.calibration_fraction, 0, open_end=True)
         if self.calibration_fraction > 1:
             raise ValueError(
                 f"`calibration_fraction` is a share and must be at most 1, got {self.calibration_fraction}."
@@ -533,8 +572,8 @@ class CalibratedGRPOConfig(GRPOConfig):
             self.calibration_max_interval = 4 * self.calibration_interval
         if self.calibration_band is None:
             self.calibration_band = 0.5
-        _check_number("calibration_max_interval", self.calibration_max_interval, 1, integer=True)
-        _check_number("calibration_band", self.calibration_band, 0, open_end=True)
+        check_number("calibration_max_interval", self.calibration_max_interval, 1, integer=True)
+        check_number("calibration_band", self.calibration_band, 0, open_end=True)
         if self.calibration_max_interval < self.calibration_interval:
             raise ValueError(
                 f"`calibration_max_interval={self.calibration_max_interval}` is less than "
@@ -543,7 +582,7 @@ class CalibratedGRPOConfig(GRPOConfig):
             )
 
 
-def _check_number(name: str, value, minimum: float, *, integer: bool = False, open_end: bool = False) -> None:
+def check_number(name: str, value, minimum: float, *, integer: bool = False, open_end: bool = False) -> None:
     kinds = int if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"`{name}` must be {'an integer' if integer else 'a number'}, got {value!r}.")

@@ -21,7 +21,15 @@ import torch
 
 from ._trl_compat import HookedGRPOTrainer, substituted_vllm_generation
 from .calibrated_grpo_config import CalibratedGRPOConfig
-from .calibration import TokenCollector, TokenPool, calibrate, calibration_record, draw_micro_batches
+from .calibration import (
+    TokenCollector,
+    TokenPool,
+    calibrate,
+    calibration_record,
+    draw_micro_batches,
+    mean_log_ratio,
+    sequence_entries,
+)
 from .callbacks import AdaptiveCalibrationCallback, CalibrationCallback
 from .checkpoint import STATE_NAME, check_world, read_state, write_state
 from .clip_range import ClipRange
@@ -211,27 +219,34 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         if self._collector is not None and not off_policy:
             self._collector.add_at_zero_drift(per_token_logps - inputs["old_per_token_logps"], mask)
         elif self._bf16_per_token_logps is not None:
-            self._collector.add(
-                per_token_logps=per_token_logps,
-                old_per_token_logps=inputs["old_per_token_logps"],
-                bf16_per_token_logps=self._bf16_per_token_logps,
-                bf16_old_per_token_logps=inputs["bf16_old_per_token_logps"],
-                advantages=inputs["advantages"],
-                mask=mask,
-                importance_sampling_ratio=inputs.get("importance_sampling_ratio"),
-                sampling_per_token_logps=inputs.get("sampling_per_token_logps"),
-            )
+            entries = {
+                "per_token_logps": per_token_logps,
+                "old_per_token_logps": inputs["old_per_token_logps"],
+                "bf16_per_token_logps": self._bf16_per_token_logps,
+                "bf16_old_per_token_logps": inputs["bf16_old_per_token_logps"],
+                "advantages": inputs["advantages"],
+                "mask": mask,
+                "importance_sampling_ratio": inputs.get("importance_sampling_ratio"),
+                "sampling_per_token_logps": inputs.get("sampling_per_token_logps"),
+            }
+            if self.importance_sampling_level == "sequence":
+                entries = sequence_entries(**entries)
+            self._collector.add(**entries)
             self._bf16_per_token_logps = None
         elif self._watched is not None and off_policy:
-            self._watch(inputs, per_token_logps, mask)
+            self._watch(inputs["advantages"], per_token_logps, inputs["old_per_token_logps"], mask.bool())
         self._micro_batch += 1
 
-    def _watch(self, inputs: dict[str, Any], per_token_logps: torch.Tensor, mask: torch.Tensor) -> None:
+    def _watch(
+        self, advantages: torch.Tensor, logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor
+    ) -> None:
         """Count a micro-batch's negative tokens and the clipped ones among them, as the calibration counts them."""
-        advantages = inputs["advantages"]
-        ratio = torch.exp(per_token_logps - inputs["old_per_token_logps"])
-        negative = advantages.unsqueeze(1) < 0 if advantages.dim() == 1 else advantages < 0
-        negative = negative & mask.bool() & ratio.isfinite()
+        log_ratio = logps - old_logps
+        if self.importance_sampling_level == "sequence":
+            log_ratio, mask = mean_log_ratio(logps, old_logps, mask), mask.any(-1, keepdim=True)
+        ratio = log_ratio.exp()
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        negative = (advantages < 0) & mask & ratio.isfinite()
         self._watched += torch.stack([((ratio.double() < self.clip_range.lower) & negative).sum(), negative.sum()])
 
     def end_rollout(self) -> None:
@@ -324,13 +339,18 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         # Checkpoints pass here too, before `trainer_state.json` is written: a complete checkpoint never lacks the
         # state.
         super().save_model(output_dir, _internal_call)
-        if self.args.calibrated_clip and self.args.should_save:
+        if self.keeps_state and self.args.should_save:
             write_state(output_dir or self.args.output_dir, self._state())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self.args.calibrated_clip and checkpoint is not None:
+        if self.keeps_state and checkpoint is not None:
             self._restore(read_state(checkpoint))
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether checkpoints hold `calclip_state.json`."""
+        return self.args.calibrated_clip
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -339,7 +359,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             "num_calibrations": self.num_calibrations,
             "num_skipped_calibrations": self.num_skipped_calibrations,
             "calibration_history": self.calibration_history,
-            "schedule": self._schedule.state(),
+            "schedule": self._schedule.state() if self.args.calibrated_clip else {},
             "world": self._world(),
         }
 
@@ -354,19 +374,22 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
 
     def _restore(self, state: dict[str, Any] | None) -> None:
         if state is None:
+            if not self.args.calibrated_clip:
+                return
             logger.warning(
                 "The checkpoint has no %s: it was not written by a calibrated run. The clip bounds start at %s.",
                 STATE_NAME, self.clip_range,
             )  # fmt: skip
             return
         check_world(state["world"], self._world())
-        self._schedule.load_state(state["schedule"])
         self.clip_range = ClipRange(*state["clip_range"])
         self.num_rollouts = state["num_rollouts"]
         self.num_calibrations = state["num_calibrations"]
         self.num_skipped_calibrations = state["num_skipped_calibrations"]
         self.calibration_history = state["calibration_history"]
-        self._apply_clip_range()
+        if self.args.calibrated_clip:
+            self._schedule.load_state(state["schedule"])
+            self._apply_clip_range()
 
 
 @contextmanager

@@ -282,3 +282,55 @@ def calibration_record(result: CalibrationResult, shares: dict[str, float]) -> d
         **shares,
     }
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def sequence_entries(
+    *,
+    per_token_logps: torch.Tensor,
+    old_per_token_logps: torch.Tensor,
+    bf16_per_token_logps: torch.Tensor,
+    bf16_old_per_token_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    importance_sampling_ratio: torch.Tensor | None,
+    sampling_per_token_logps: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """
+    Completions in place of tokens, for a loss with one importance ratio per completion.
+
+    The ratio is the exponential of the mean log-ratio over the completion's tokens, as in TRL's loss. A completion's
+    gradient mass is `r * |A| * sum(w * s)` over its tokens: the entry's TIS weight is `sum(w)` and its probability
+    under the rollout policy `sum(w * s) / sum(w)`. Beyond the paper, which knows token ratios only.
+
+    Args:
+        **all: As for [`TokenCollector.add`], `(B, T)`.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Arguments for [`TokenCollector.add`], `(B, 1)` each; a completion without tokens in
+        the mask is outside the returned mask.
+    """
+    mask = mask.bool()
+    if sampling_per_token_logps is None:
+        sampling_per_token_logps = old_per_token_logps
+    sampling = torch.where(sampling_per_token_logps.isnan(), old_per_token_logps, sampling_per_token_logps).exp()
+    weights = 1.0 if importance_sampling_ratio is None else importance_sampling_ratio
+    weights = torch.where(mask, weights, 0.0).double()
+    total = weights.sum(-1, keepdim=True)
+    probability = torch.where(total > 0, (weights * sampling).sum(-1, keepdim=True) / total, 1.0)
+
+    log_ratio = mean_log_ratio(per_token_logps, old_per_token_logps, mask)
+    return {
+        "per_token_logps": log_ratio,
+        "old_per_token_logps": torch.zeros_like(log_ratio),
+        "bf16_per_token_logps": mean_log_ratio(bf16_per_token_logps, bf16_old_per_token_logps, mask),
+        "bf16_old_per_token_logps": torch.zeros_like(log_ratio),
+        "advantages": advantages,
+        "mask": mask.any(-1, keepdim=True),
+        "importance_sampling_ratio": total,
+        "sampling_per_token_logps": probability.log(),
+    }
+
+
+def mean_log_ratio(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean log-ratio over a completion's tokens, `(B, 1)`: in the loss's own dtype, by its own formula."""
+    return (((logps - old_logps) * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)

@@ -7,7 +7,31 @@ from typing import Any
 from transformers import TrainerCallback
 
 
-class CalibrationCallback(TrainerCallback):
+class RolloutBoundaryCallback(TrainerCallback):
+    """
+    Keeps checkpoints at the boundaries of rollouts: one that is due inside a rollout is taken at its end.
+
+    Args:
+        updates_per_rollout (`int`): Optimizer steps that use one rollout batch.
+    """
+
+    def __init__(self, updates_per_rollout: int):
+        self.updates_per_rollout = updates_per_rollout
+        self._save_due = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # TRL restores neither its step counter nor the buffered rollout, so a checkpoint inside a rollout would repeat
+        # prompts after a resume and lose the calibration's tokens. The last step saves as it is: nothing follows.
+        if control.should_save and state.global_step % self.updates_per_rollout and not control.should_training_stop:
+            control.should_save = False
+            self._save_due = True
+        elif self._save_due and state.global_step % self.updates_per_rollout == 0:
+            control.should_save = True
+            self._save_due = False
+        return control
+
+
+class CalibrationCallback(RolloutBoundaryCallback):
     """
     Schedules calibrations, and keeps checkpoints at the boundaries of rollouts.
 
@@ -23,9 +47,8 @@ class CalibrationCallback(TrainerCallback):
     watches = False
 
     def __init__(self, interval: int, updates_per_rollout: int):
+        super().__init__(updates_per_rollout)
         self.interval = interval
-        self.updates_per_rollout = updates_per_rollout
-        self._save_due = False
 
     def is_due(self, rollout: int) -> bool:
         """Whether rollout batch `rollout`, counted from 0 over all resumes, is a calibration batch."""
@@ -51,17 +74,6 @@ class CalibrationCallback(TrainerCallback):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` gave."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        # TRL restores neither its step counter nor the buffered rollout, so a checkpoint inside a rollout would repeat
-        # prompts after a resume and lose the calibration's tokens. The last step saves as it is: nothing follows.
-        if control.should_save and state.global_step % self.updates_per_rollout and not control.should_training_stop:
-            control.should_save = False
-            self._save_due = True
-        elif self._save_due and state.global_step % self.updates_per_rollout == 0:
-            control.should_save = True
-            self._save_due = False
-        return control
 
 
 class AdaptiveCalibrationCallback(CalibrationCallback):
