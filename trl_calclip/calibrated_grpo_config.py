@@ -409,6 +409,11 @@ class CalibratedGRPOConfig(GRPOConfig):
                 "with; and two FP8 conversions of one model contradict each other. Launch "
                 "with `--mixed_precision bf16` and without `fp8_config`; `fp8_recipe` does the rest."
             )
+        if self.deepspeed and self.use_cpu:
+            raise ValueError(
+                "`deepspeed` has no effect with `use_cpu=True`: Accelerate then ignores it and trains data parallel, "
+                "with nothing split. Leave one of the two out."
+            )
         if self.fp16:
             raise ValueError(
                 "`fp16=True` does not go with FP8: scales and the BF16 pass assume BF16 activations. Use `bf16=True`."
