@@ -98,9 +98,7 @@ def test_no_tokens_give_an_empty_pool_and_a_skipped_calibration():
     pool = pooled()
     assert pool.fp8_ratio.shape == (0,)
     current = ClipRange(0.6, 1.8)
-    result, shares = calibrate(
-        pool, Accelerator(cpu=True), reference=REFERENCE, current=current, use_sampling_probs=True, min_tokens=5
-    )
+    result, shares = calibrate(pool, reference=REFERENCE, current=current, use_sampling_probs=True, min_tokens=5)
     assert result.clip_range == current and result.skipped_reason
     record = calibration_record(result, shares)
     assert record["lower"] == 0.6 and record["alpha_low_bf16"] is None and record["overclip_low_frac"] is None
@@ -108,7 +106,7 @@ def test_no_tokens_give_an_empty_pool_and_a_skipped_calibration():
 
 def make_pool(fp8, bf16, advantages):
     ones = torch.ones(len(fp8), dtype=torch.float64)
-    return TokenPool(*(torch.tensor(x, dtype=torch.float64) for x in (fp8, bf16, advantages)), ones, ones, ones)
+    return TokenPool(*(torch.tensor(x, dtype=torch.float64) for x in (fp8, bf16, advantages)), ones, ones, ones, ones)
 
 
 def test_clip_metrics_by_hand():

@@ -93,17 +93,17 @@ def test_bf16_passes_have_the_rows_of_the_loss(make_recorder):
     trainer = make_recorder()
     trainer.train()
     trainer.assert_calibrated()
-    for (inputs, _), forward in zip(trainer.scored, trainer.forwards + trainer.forwards[1:], strict=True):
+    for (inputs, _), forward in zip(trainer.scored, 2 * trainer.forwards[1:], strict=True):
         for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"):
             assert torch.equal(inputs[name], forward.inputs[name]), name
-    old, current = [logps for _, logps in trainer.scored[1:4]], [logps for _, logps in trainer.scored[4:]]
+    old, current = [logps for _, logps in trainer.scored[:3]], [logps for _, logps in trainer.scored[3:]]
     for forward, before, now in zip(trainer.forwards[1:], old, current, strict=True):
         ratio = torch.exp(now - before)[forward.mask & (forward.advantages != 0)].double()
         assert torch.equal(forward.collected.bf16_ratio, ratio)
         assert 0 < (forward.collected.fp8_ratio - ratio).abs().mean() < 0.1
     # TRL shuffled the rows, so that a pass over them before the split would have had other micro-batches.
-    prompts = torch.cat([inputs["prompt_ids"][:, 0] for inputs, _ in trainer.scored[:4]])
-    assert (prompts.view(4, 4) != prompts.view(4, 4)[:, :1]).any()
+    prompts = torch.cat([inputs["prompt_ids"][:, 0] for inputs, _ in trainer.scored[:3]])
+    assert (prompts.view(3, 4) != prompts.view(3, 4)[:, :1]).any()
 
 
 def test_micro_batches_keep_nothing_of_the_current_policy(make_recorder):
@@ -125,8 +125,8 @@ def test_micro_batches_keep_nothing_of_the_current_policy(make_recorder):
 @pytest.mark.parametrize(
     ("steps_per_generation", "gradient_accumulation_steps", "num_iterations", "passes", "off_policy"),
     [
-        (4, 1, 1, 4 + 3, [False, True, True, True]),
-        (4, 2, 1, 4 + 2, [False, False, True, True]),
+        (4, 1, 1, 3 + 3, [False, True, True, True]),
+        (4, 2, 1, 2 + 2, [False, False, True, True]),
         (2, 1, 2, 2 + 3, [False, True, True, True]),
         (2, 2, 2, 2 + 2, [False, False, True, True]),
         (1, 1, 2, 1 + 1, [False, True]),
@@ -135,7 +135,7 @@ def test_micro_batches_keep_nothing_of_the_current_policy(make_recorder):
 def test_bf16_passes_are_as_few_as_can_be(
     make_recorder, steps_per_generation, gradient_accumulation_steps, num_iterations, passes, off_policy
 ):
-    """One per micro-batch for the old policy, and one after the first optimizer step, which is what gives tokens."""
+    """One after the first optimizer step, which is what gives tokens, and one of the old policy for each of these."""
     trainer = make_recorder(
         steps_per_generation=steps_per_generation,
         gradient_accumulation_steps=gradient_accumulation_steps,
@@ -190,7 +190,7 @@ def test_evaluation_inside_a_rollout_changes_nothing(make_recorder, toy_dataset)
     evaluated.assert_calibrated()
     assert sum("eval_loss" in entry for entry in evaluated.state.log_history) == 9
     assert evaluated.num_rollouts == len(evaluated.rollouts) == 2
-    assert len(evaluated.scored) == len(plain.scored) == 2 * (4 + 3)
+    assert len(evaluated.scored) == len(plain.scored) == 2 * (3 + 3)
     assert_same_run(evaluated, plain)
 
 
@@ -223,7 +223,7 @@ def test_bf16_passes_change_nothing(make_recorder):
     never = NeverCalibrate(interval=1, updates_per_rollout=4)
     none = make_recorder(trainer={"reward_funcs": noisy_reward, "callbacks": [never]}, **settings)
     none.train()
-    assert (passes.num_calibrations, passes.num_skipped_calibrations, len(passes.scored)) == (0, 2, 14)
+    assert (passes.num_calibrations, passes.num_skipped_calibrations, len(passes.scored)) == (0, 2, 12)
     assert (none.num_skipped_calibrations, len(none.scored)) == (0, 0)
     assert_same_run(passes, none)
 

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from trl import GRPOConfig
 
 from ._trl_compat import require_version
+from .calibration import num_drawn
 from .clip_range import ClipRange
 from .fp8.recipes import Recipe, cuda_capability, get_recipe, resolve_emulate
 
 
 # Losses whose gradient stops at the two bounds. The others (cispo, sapo, vespo, luspo) use the ratio otherwise.
 CALIBRATABLE_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
+
+CALIBRATION_SCHEDULES = ("fixed", "adaptive")
 
 # The paper's, for one ratio per token.
 TOKEN_DEFAULTS = {
@@ -99,6 +102,24 @@ class CalibratedGRPOConfig(GRPOConfig):
         fp8_sync_check_limit (`float`, *optional*, defaults to `0.75`):
             Mean absolute log-probability gap between engine and trainer above which a self-check raises, in nats per
             token.
+
+        > Parameters that control what a calibration costs
+
+        calibration_max_tokens (`int`, *optional*, defaults to `1_000_000`):
+            Most tokens that one calibration pools over all ranks. Where there are more, a random sample of so many,
+            each token with the same chance. Every rank holds 28 bytes for each of them and each rank while it pools.
+        calibration_fraction (`float`, *optional*, defaults to `1.0`):
+            Share of the micro-batches after a rollout's first optimizer step that get BF16 passes, drawn anew for each
+            calibration, the same ones on every rank; at least one.
+        calibration_schedule (`str`, *optional*, defaults to `"fixed"`):
+            `"fixed"` calibrates every `calibration_interval` rollout batches. `"adaptive"` watches the share of
+            negative-advantage tokens that FP8 clips, calibrates at the next rollout batch when it leaves a band around
+            the last target, and doubles the distance up to `calibration_max_interval` while it stays inside.
+        calibration_max_interval (`int`, *optional*):
+            Longest distance of two calibrations of the adaptive schedule, in rollout batches. `None` is four times
+            `calibration_interval`.
+        calibration_band (`float`, *optional*):
+            Half the width of the adaptive schedule's band, as a share of the target. `None` is 0.5.
     """
 
     epsilon_high: float | None = field(
@@ -212,6 +233,41 @@ class CalibratedGRPOConfig(GRPOConfig):
         },
     )
 
+    # Parameters that control what a calibration costs
+    calibration_max_tokens: int = field(
+        default=1_000_000,
+        metadata={
+            "help": "Most tokens that one calibration pools over all ranks. Where there are more, a random sample of "
+            "so many, each token with the same chance."
+        },
+    )
+    calibration_fraction: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of the micro-batches after a rollout's first optimizer step that get BF16 passes, drawn "
+            "anew for each calibration; at least one."
+        },
+    )
+    calibration_schedule: str = field(
+        default="fixed",
+        metadata={
+            "help": "'fixed' calibrates every `calibration_interval` rollout batches. 'adaptive' calibrates early "
+            "when FP8's clip share leaves a band around the last target, and ever more rarely while it stays inside.",
+            "choices": CALIBRATION_SCHEDULES,
+        },
+    )
+    calibration_max_interval: int | None = field(
+        default=None,
+        metadata={
+            "help": "Longest distance of two calibrations of the adaptive schedule, in rollout batches. `None` is "
+            "four times `calibration_interval`."
+        },
+    )
+    calibration_band: float | None = field(
+        default=None,
+        metadata={"help": "Half the width of the adaptive schedule's band, as a share of the target. `None` is 0.5."},
+    )
+
     def __post_init__(self):
         self._read_strings()
         self._check_fp8_names()
@@ -234,6 +290,7 @@ class CalibratedGRPOConfig(GRPOConfig):
         if self.calibrated_clip:
             self._set_calibration_defaults()
             self._check_calibration()
+            self._check_calibration_cost()
 
     def _set_calibration_defaults(self) -> None:
         low, high = self.epsilon, self.epsilon_high
@@ -347,9 +404,15 @@ class CalibratedGRPOConfig(GRPOConfig):
         if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" or "ACCELERATE_FP8_BACKEND" in os.environ:
             raise ValueError(
                 "Accelerate's own FP8 is on (`--mixed_precision fp8` or an `fp8_config` in the launch file). It "
-                "leaves the first and last linear out and has no BF16 pass, and two FP8 conversions of one model "
-                "contradict each other. Launch with `--mixed_precision bf16` and without `fp8_config`; `fp8_recipe` "
-                "does the rest."
+                "leaves the first and last linear out, has no BF16 pass, and under FSDP2 gathers the weights in FP8 "
+                "(`enable_fsdp_float8_all_gather`), so that no rank holds the BF16 weights that calibration scores "
+                "with; and two FP8 conversions of one model contradict each other. Launch "
+                "with `--mixed_precision bf16` and without `fp8_config`; `fp8_recipe` does the rest."
+            )
+        if self.deepspeed and self.use_cpu:
+            raise ValueError(
+                "`deepspeed` has no effect with `use_cpu=True`: Accelerate then ignores it and trains data parallel, "
+                "with nothing split. Leave one of the two out."
             )
         if self.fp16:
             raise ValueError(
@@ -476,6 +539,52 @@ class CalibratedGRPOConfig(GRPOConfig):
                     "calibration could not return to the reference. Widen `calibration_lower_limits` or "
                     "`calibration_upper_limits`, or move the bound."
                 )
+
+    def _check_calibration_cost(self) -> None:
+        check_number("calibration_max_tokens", self.calibration_max_tokens, 1, integer=True)
+        if self.calibration_max_tokens < self.calibration_min_tokens:
+            raise ValueError(
+                f"`calibration_max_tokens={self.calibration_max_tokens}` is less than "
+                f"`calibration_min_tokens={self.calibration_min_tokens}`: every calibration would be skipped. Raise "
+                "the one or lower the other."
+            )
+        check_number("calibration_fraction", self.calibration_fraction, 0, open_end=True)
+        if self.calibration_fraction > 1:
+            raise ValueError(
+                f"`calibration_fraction` is a share and must be at most 1, got {self.calibration_fraction}."
+            )
+        candidates = self.steps_per_generation * self.num_iterations - self.gradient_accumulation_steps
+        if self.calibration_fraction < 1 and num_drawn(self.calibration_fraction, candidates) == candidates:
+            raise ValueError(
+                f"`calibration_fraction={self.calibration_fraction}` has no effect: a rollout has {candidates} "
+                "micro-batches after its first optimizer step, and whole ones are drawn. Lower it, raise "
+                "`steps_per_generation`, or leave it at 1."
+            )
+        if self.calibration_schedule not in CALIBRATION_SCHEDULES:
+            raise ValueError(
+                f"`calibration_schedule` must be one of {', '.join(map(repr, CALIBRATION_SCHEDULES))}, got "
+                f"{self.calibration_schedule!r}."
+            )
+        if self.calibration_schedule == "fixed":
+            for name in ("calibration_max_interval", "calibration_band"):
+                if vars(self)[name] is not None:
+                    raise ValueError(
+                        f"`{name}={vars(self)[name]}` has no effect with `calibration_schedule='fixed'`. Set "
+                        f"`calibration_schedule='adaptive'`, or leave `{name}` at None."
+                    )
+            return
+        if self.calibration_max_interval is None:
+            self.calibration_max_interval = 4 * self.calibration_interval
+        if self.calibration_band is None:
+            self.calibration_band = 0.5
+        check_number("calibration_max_interval", self.calibration_max_interval, 1, integer=True)
+        check_number("calibration_band", self.calibration_band, 0, open_end=True)
+        if self.calibration_max_interval < self.calibration_interval:
+            raise ValueError(
+                f"`calibration_max_interval={self.calibration_max_interval}` is less than "
+                f"`calibration_interval={self.calibration_interval}`, the adaptive schedule's shortest regular "
+                "distance. Raise the one or lower the other."
+            )
 
 
 def check_number(name: str, value, minimum: float, *, integer: bool = False, open_end: bool = False) -> None:

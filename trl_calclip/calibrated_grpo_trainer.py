@@ -21,9 +21,17 @@ import torch
 
 from ._trl_compat import HookedGRPOTrainer, substituted_vllm_generation
 from .calibrated_grpo_config import CalibratedGRPOConfig
-from .calibration import TokenCollector, TokenPool, calibrate, calibration_record, sequence_entries
-from .callbacks import CalibrationCallback
-from .checkpoint import STATE_NAME, read_state, write_state
+from .calibration import (
+    TokenCollector,
+    TokenPool,
+    calibrate,
+    calibration_record,
+    draw_micro_batches,
+    mean_log_ratio,
+    sequence_entries,
+)
+from .callbacks import AdaptiveCalibrationCallback, CalibrationCallback
+from .checkpoint import STATE_NAME, check_world, read_state, write_state
 from .clip_range import ClipRange
 from .fp8.generation import FP8VLLMGeneration
 from .fp8.linear import bf16_pass, convert_to_fp8
@@ -107,6 +115,9 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         self._unlogged: dict[str, float] = {}
         self._collector: TokenCollector | None = None
         self._rollout_step = 0
+        self._micro_batch = 0  # of the rollout
+        self._drawn: frozenset[int] = frozenset()
+        self._watched: torch.Tensor | None = None  # negative tokens that FP8 clipped, negative tokens; of this rank
         self._bf16_pass_seconds = 0.0
         if args.calibrated_clip:
             self._apply_clip_range()
@@ -142,11 +153,24 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         )  # fmt: skip
 
     def _find_schedule(self) -> CalibrationCallback:
-        """The user's [`CalibrationCallback`], or one with the config's interval."""
+        """The user's [`CalibrationCallback`], or the config's."""
+        args = self.args
+        adaptive = args.calibration_schedule == "adaptive"
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, CalibrationCallback):
+                if adaptive:
+                    raise ValueError(
+                        "`calibration_schedule='adaptive'` has no effect beside a `CalibrationCallback` in "
+                        f"`callbacks`: {type(callback).__name__} says when to calibrate. Leave one of the two out."
+                    )
                 return callback
-        schedule = CalibrationCallback(self.args.calibration_interval, self.args.updates_per_rollout)
+        if adaptive:
+            schedule = AdaptiveCalibrationCallback(
+                args.calibration_interval, args.updates_per_rollout, args.calibration_max_interval,
+                args.calibration_band,
+            )  # fmt: skip
+        else:
+            schedule = CalibrationCallback(args.calibration_interval, args.updates_per_rollout)
         self.add_callback(schedule)
         return schedule
 
@@ -156,47 +180,84 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         if not self.args.calibrated_clip:
             return
         self._rollout_step = self.state.global_step
-        self._collector = None
+        self._micro_batch = 0
+        self._collector = self._watched = None
         if not self._schedule.is_due(self.num_rollouts):
+            if self._schedule.watches:
+                self._watched = torch.zeros(2, dtype=torch.long, device=self.accelerator.device)
             return
-        self._collector = TokenCollector(self.accelerator.process_index, self.accelerator.num_processes)
+        args, seed = self.args, (self.args.seed, self.num_rollouts)
+        first, total = args.gradient_accumulation_steps, self.micro_batches_per_rollout
+        self._drawn = draw_micro_batches(args.calibration_fraction, first, total, seed)
+        longest = args.max_completion_length
+        self._collector = TokenCollector(
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+            max_tokens=args.calibration_max_tokens,
+            max_tokens_per_rank=None
+            if longest is None
+            else len(self._drawn) * args.per_device_train_batch_size * longest,
+            seed=seed,
+        )
         self._bf16_pass_seconds = 0.0
-        for inputs in micro_batches:
-            inputs["bf16_old_per_token_logps"] = self._score_in_bf16(inputs)
+        for number in sorted({number % len(micro_batches) for number in self._drawn}):
+            micro_batches[number]["bf16_old_per_token_logps"] = self._score_in_bf16(micro_batches[number])
 
     def before_policy_forward(self, inputs: dict[str, Any]) -> None:
+        # Before the first update of a rollout no weight has moved: the BF16 ratio is 1 and tells nothing. Nothing is
+        # drawn from there.
         self._bf16_per_token_logps = None
-        # Before the first update of a rollout no weight has moved: the BF16 ratio is 1 and tells nothing.
-        if self._collector is not None and self.state.global_step != self._rollout_step:
+        if self._collector is not None and self._micro_batch in self._drawn:
             self._bf16_per_token_logps = self._score_in_bf16(inputs)
 
     def after_policy_forward(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
-        if self._collector is None:
+        if not self.args.calibrated_clip:
             return
+        off_policy = self.state.global_step != self._rollout_step
         mask = inputs["completion_mask"]
         mask = mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
-        if self._bf16_per_token_logps is None:
+        if self._collector is not None and not off_policy:
             self._collector.add_at_zero_drift(per_token_logps - inputs["old_per_token_logps"], mask)
-            return
-        entries = {
-            "per_token_logps": per_token_logps,
-            "old_per_token_logps": inputs["old_per_token_logps"],
-            "bf16_per_token_logps": self._bf16_per_token_logps,
-            "bf16_old_per_token_logps": inputs["bf16_old_per_token_logps"],
-            "advantages": inputs["advantages"],
-            "mask": mask,
-            "importance_sampling_ratio": inputs.get("importance_sampling_ratio"),
-            "sampling_per_token_logps": inputs.get("sampling_per_token_logps"),
-        }
+        elif self._bf16_per_token_logps is not None:
+            entries = {
+                "per_token_logps": per_token_logps,
+                "old_per_token_logps": inputs["old_per_token_logps"],
+                "bf16_per_token_logps": self._bf16_per_token_logps,
+                "bf16_old_per_token_logps": inputs["bf16_old_per_token_logps"],
+                "advantages": inputs["advantages"],
+                "mask": mask,
+                "importance_sampling_ratio": inputs.get("importance_sampling_ratio"),
+                "sampling_per_token_logps": inputs.get("sampling_per_token_logps"),
+            }
+            if self.importance_sampling_level == "sequence":
+                entries = sequence_entries(**entries)
+            self._collector.add(**entries)
+            self._bf16_per_token_logps = None
+        elif self._watched is not None and off_policy:
+            self._watch(inputs["advantages"], per_token_logps, inputs["old_per_token_logps"], mask.bool())
+        self._micro_batch += 1
+
+    def _watch(
+        self, advantages: torch.Tensor, logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor
+    ) -> None:
+        """Count a micro-batch's negative tokens and the clipped ones among them, as the calibration counts them."""
+        log_ratio = logps - old_logps
         if self.importance_sampling_level == "sequence":
-            entries = sequence_entries(**entries)
-        self._collector.add(**entries)
-        self._bf16_per_token_logps = None
+            log_ratio, mask = mean_log_ratio(logps, old_logps, mask), mask.any(-1, keepdim=True)
+        ratio = log_ratio.exp()
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        negative = (advantages < 0) & mask & ratio.isfinite()
+        self._watched += torch.stack([((ratio.double() < self.clip_range.lower) & negative).sum(), negative.sum()])
 
     def end_rollout(self) -> None:
         if self._collector is not None:
             self._calibrate(self._collector.pool(self.accelerator))
             self._collector = None
+        elif self._watched is not None:
+            clipped, negative = self.accelerator.gather(self._watched).reshape(-1, 2).sum(0).tolist()
+            self._schedule.watched(self.num_rollouts, clipped, negative)
+            self._unlogged["watched_clip_frac"] = clipped / negative if negative else None
+            self._watched = None
         self.num_rollouts += 1
 
     def _score_in_bf16(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -216,7 +277,6 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         args = self.args
         result, shares = calibrate(
             pool,
-            self.accelerator,
             reference=self.reference_clip_range,
             current=self.clip_range,
             use_sampling_probs=args.calibration_use_sampling_probs,
@@ -240,9 +300,11 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                     stacklevel=2,
                 )
         record = calibration_record(result, shares)
+        skipped = result.skipped_reason is not None
+        self._schedule.calibrated(self.num_rollouts, None if skipped else record["clip_frac_low_neg_fp8_target"])
         record["zero_drift_std_fp8"] = self._collector.zero_drift_std()
         record["bf16_pass_seconds"] = self._bf16_pass_seconds
-        self._unlogged = record
+        self._unlogged.update(record)
         self.calibration_history.append({"step": self.state.global_step + 1, "rollout": self.num_rollouts, **record})
 
     def _apply_clip_range(self) -> None:
@@ -260,6 +322,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                 "calibrations": self.num_calibrations,
                 "skipped_calibrations": self.num_skipped_calibrations,
             }
+            if isinstance(self._schedule, AdaptiveCalibrationCallback):
+                values["interval"] = self._schedule.distance
             logs.update({f"calclip/{name}": value for name, value in values.items()})
             self._unlogged = {}
         super().log(logs, start_time)
@@ -295,6 +359,17 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             "num_calibrations": self.num_calibrations,
             "num_skipped_calibrations": self.num_skipped_calibrations,
             "calibration_history": self.calibration_history,
+            "schedule": self._schedule.state() if self.args.calibrated_clip else {},
+            "world": self._world(),
+        }
+
+    def _world(self) -> dict[str, int]:
+        """What the position in the dataset is counted in."""
+        per_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return {
+            "num_processes": self.accelerator.num_processes,
+            "completions_per_rollout": self.args.generation_batch_size,
+            "completions_per_step": per_step * self.accelerator.num_processes,
         }
 
     def _restore(self, state: dict[str, Any] | None) -> None:
@@ -306,12 +381,14 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                 STATE_NAME, self.clip_range,
             )  # fmt: skip
             return
+        check_world(state["world"], self._world())
         self.clip_range = ClipRange(*state["clip_range"])
         self.num_rollouts = state["num_rollouts"]
         self.num_calibrations = state["num_calibrations"]
         self.num_skipped_calibrations = state["num_skipped_calibrations"]
         self.calibration_history = state["calibration_history"]
         if self.args.calibrated_clip:
+            self._schedule.load_state(state["schedule"])
             self._apply_clip_range()
 
 

@@ -1,19 +1,27 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
 """
-Collects the tokens of a calibration batch over micro-batches and optimizer steps, pools them over ranks, solves once.
+Collects the tokens of a calibration batch over micro-batches and optimizer steps, pools them over ranks, solves.
 
-The order of the columns is the pool's only format: one row per completion token with an advantage, in float64.
+The order of the columns is the pool's only format: one float32 row per completion token with an advantage. One
+collective moves the rows; every rank then holds the same tokens in the same order and solves for itself, in sums whose
+order is fixed, so that all ranks get the same bounds bit for bit however the tokens were spread over them.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from .clip_range import CalibrationResult, ClipRange, calibrate_clip_range
-from .metrics import clip_metrics
+from .metrics import clip_metrics, share
+
+
+NUM_COLUMNS = 7
+# Completions and positions are exact in a float32 column up to here.
+_POSITION_BITS = 24
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class TokenPool:
         tis_weights (`torch.Tensor`): Weight that the loss gives the token for the rollout mismatch.
         sampling_probs (`torch.Tensor`): Probability of the token under the rollout policy.
         completions (`torch.Tensor`): Number of the token's completion, unique over ranks and micro-batches.
+        positions (`torch.Tensor`): Place of the token in its completion.
     """
 
     fp8_ratio: torch.Tensor
@@ -38,27 +47,48 @@ class TokenPool:
     tis_weights: torch.Tensor
     sampling_probs: torch.Tensor
     completions: torch.Tensor
+    positions: torch.Tensor
 
     @classmethod
     def from_rows(cls, rows: torch.Tensor) -> "TokenPool":
-        """Pool from an `(N, 6)` tensor."""
-        return cls(*rows.unbind(dim=1))
+        """Pool from an `(N, 7)` tensor."""
+        return cls(*rows.double().unbind(dim=1))
 
 
 class TokenCollector:
     """
     Gathers what calibration needs from the micro-batches of one rank.
 
+    Where there are more than `max_tokens` tokens, on a rank or in the pool, those with the smallest keys stay. A key
+    is a hash of the token's number under the seed: each token stays with the same chance, and which ones do depends
+    neither on the ranks that hold them nor on what the ratios are.
+
     Args:
         process_index (`int`): Rank, to number completions.
         num_processes (`int`): World size, to number completions.
+        max_tokens (`int`): Most tokens that a rank keeps and that the pool holds.
+        max_tokens_per_rank (`int` or `None`):
+            Most tokens that a rank can have, the same number on every rank; `None` where it is not known. What is
+            sent has room for so many and no more.
+        seed (`Sequence[int]`): What the draw depends on; the same on every rank, another for every rollout.
     """
 
-    def __init__(self, process_index: int = 0, num_processes: int = 1):
+    def __init__(
+        self,
+        process_index: int = 0,
+        num_processes: int = 1,
+        *,
+        max_tokens: int = 1_000_000,
+        max_tokens_per_rank: int | None = None,
+        seed: Sequence[int] = (0,),
+    ):
         self._rows: list[torch.Tensor] = []
         self._zero_drift: list[torch.Tensor] = []
         self._next_completion = process_index
         self._num_processes = num_processes
+        self._max_tokens = max_tokens
+        self._capacity = max_tokens if max_tokens_per_rank is None else min(max_tokens, max_tokens_per_rank)
+        self._seed = seed
 
     def add(
         self,
@@ -94,7 +124,7 @@ class TokenCollector:
             )
         if importance_sampling_ratio is None:
             importance_sampling_ratio = torch.ones_like(advantages)
-        batch_size = mask.size(0)
+        batch_size, length = mask.shape
         completions = self._next_completion + self._num_processes * torch.arange(batch_size, device=mask.device)
         self._next_completion += self._num_processes * batch_size
         columns = torch.broadcast_tensors(
@@ -105,9 +135,12 @@ class TokenCollector:
             importance_sampling_ratio,
             sampling_per_token_logps.exp(),
             completions.unsqueeze(1),
+            torch.arange(length, device=mask.device),
         )
         keep = mask.bool() & (columns[2] != 0)
-        self._rows.append(torch.stack([column[keep].double() for column in columns], dim=1).cpu())
+        self._rows.append(torch.stack([column[keep].float() for column in columns], dim=1).cpu())
+        if sum(map(len, self._rows)) > 2 * self._max_tokens:
+            self._rows = [sample_rows(torch.cat(self._rows), self._max_tokens, self._seed)]
 
     def add_at_zero_drift(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
         """FP8 log-ratios `(B, T)`, nats, of a micro-batch before the first update: no weight has moved yet."""
@@ -124,53 +157,115 @@ class TokenCollector:
         return std if math.isfinite(std) else None
 
     def pool(self, accelerator: Accelerator) -> TokenPool:
-        """The tokens of all ranks, the same on every rank. A rank without tokens takes part with none."""
-        rows = torch.cat(self._rows) if self._rows else torch.zeros(0, 6, dtype=torch.float64)
+        """
+        The tokens of all ranks, at most `max_tokens`, in the order of their numbers: the same on every rank.
+
+        A rank without tokens takes part with none. One all-gather of a `(capacity, 7)` float32 tensor, whose shape
+        every rank knows beforehand; none in a single process.
+        """
+        rows = torch.cat(self._rows) if self._rows else torch.zeros(0, NUM_COLUMNS)
+        rows = sample_rows(rows, self._max_tokens, self._seed)
         if accelerator.num_processes > 1:
-            # Padding rows are zero, and a token without an advantage takes part in nothing.
-            rows = accelerator.pad_across_processes(rows.to(accelerator.device), dim=0)
-            rows = accelerator.gather(rows).cpu()
-            rows = rows[rows[:, 2] != 0]
-        return TokenPool.from_rows(rows)
+            assert len(rows) <= self._capacity, f"{len(rows)} tokens, room for {self._capacity}"
+            # Rows of padding are zero, and a token without an advantage takes part in nothing.
+            padded = torch.zeros(self._capacity, NUM_COLUMNS, device=accelerator.device)
+            padded[: len(rows)] = rows.to(accelerator.device)
+            rows = accelerator.gather(padded)
+            rows = sample_rows(rows[rows[:, 2] != 0].cpu(), self._max_tokens, self._seed)
+        return TokenPool.from_rows(rows[_numbers(rows).argsort()])
+
+
+def sample_rows(rows: torch.Tensor, max_tokens: int, seed: Sequence[int]) -> torch.Tensor:
+    """
+    The `max_tokens` rows with the smallest keys, in any order, or all where there are no more.
+
+    A sample of the union of samples is the sample of the whole, however it was split.
+    """
+    if len(rows) <= max_tokens:
+        return rows
+    keys = token_keys(_numbers(rows), seed)
+    return rows[torch.from_numpy(np.argpartition(keys, max_tokens - 1)[:max_tokens])]
+
+
+def _numbers(rows: torch.Tensor) -> torch.Tensor:
+    """One integer for each token, unique in its rollout batch: completion, then position."""
+    return (rows[:, 5].long() << _POSITION_BITS) | rows[:, 6].long()
+
+
+def token_keys(numbers: torch.Tensor, seed: Sequence[int]) -> np.ndarray:
+    """
+    Pseudo-random keys of tokens: a one-to-one function of their numbers, so that no two tokens share a key.
+
+    Args:
+        numbers (`torch.Tensor`): Unique integers, int64, `(N,)`.
+        seed (`Sequence[int]`): Integers of at least 0.
+
+    Returns:
+        `np.ndarray`: `(N,)`, uint64.
+
+    Source: the output function of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    (offset,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+    keys = numbers.numpy().astype(np.uint64) ^ offset
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+    return keys ^ (keys >> np.uint64(31))
+
+
+def draw_micro_batches(fraction: float, first: int, total: int, seed: Sequence[int]) -> frozenset[int]:
+    """
+    Which micro-batches of a rollout get BF16 passes.
+
+    Args:
+        fraction (`float`): Share to draw, above 0; at least one is drawn.
+        first (`int`): Number of the first micro-batch to draw from, i.e. how many come before the first update.
+        total (`int`): Micro-batches of the rollout, those that repeat a buffered one included.
+        seed (`Sequence[int]`): What the draw depends on; the same on every rank.
+
+    Returns:
+        `frozenset[int]`: Numbers in `[first, total)`. No global random generator is moved.
+    """
+    count = num_drawn(fraction, total - first)
+    return frozenset((first + np.random.default_rng(seed).permutation(total - first)[:count]).tolist())
+
+
+def num_drawn(fraction: float, candidates: int) -> int:
+    """How many of `candidates` micro-batches a share of `fraction` is: rounded, at least one."""
+    return max(1, round(fraction * candidates))
 
 
 def calibrate(
-    pool: TokenPool,
-    accelerator: Accelerator,
-    *,
-    reference: ClipRange,
-    current: ClipRange,
-    use_sampling_probs: bool,
-    **settings,
+    pool: TokenPool, *, reference: ClipRange, current: ClipRange, use_sampling_probs: bool, **settings
 ) -> tuple[CalibrationResult, dict[str, float]]:
     """
-    Solve on the main process and hand the answer to all, so that every rank holds the same bounds bit for bit.
+    Solve. The same pool gives the same answer, bit for bit, in every process.
 
     Args:
         pool (`TokenPool`): Pooled tokens.
-        accelerator (`Accelerator`): For the broadcast.
         reference, current (`ClipRange`): Bounds as used in BF16, and bounds in force while the tokens were collected.
         use_sampling_probs (`bool`): Whether the rollout probability weighs a token's gradient mass.
         **settings: Limits, steps and minimum of tokens, as in [`calibrate_clip_range`].
 
     Returns:
-        `tuple[CalibrationResult, dict[str, float]]`: The result, and the shares of clipped tokens in this batch.
+        `tuple[CalibrationResult, dict[str, float]]`: The result, and numbers of this batch: the shares of clipped
+        tokens, the share that FP8 would clip at the lower target, and the size of the pool.
     """
-    answer = [None]
-    if accelerator.is_main_process:
-        result = calibrate_clip_range(
-            pool.fp8_ratio,
-            pool.bf16_ratio,
-            pool.advantages,
-            tis_weights=pool.tis_weights,
-            sampling_probs=pool.sampling_probs if use_sampling_probs else None,
-            reference=reference,
-            current=current,
-            **settings,
-        )
-        answer = [(result, clip_metrics(pool, reference=reference, in_force=current))]
-    broadcast_object_list(answer)
-    return answer[0]
+    result = calibrate_clip_range(
+        pool.fp8_ratio,
+        pool.bf16_ratio,
+        pool.advantages,
+        tis_weights=pool.tis_weights,
+        sampling_probs=pool.sampling_probs if use_sampling_probs else None,
+        reference=reference,
+        current=current,
+        **settings,
+    )
+    negative = pool.fp8_ratio.isfinite() & pool.bf16_ratio.isfinite() & (pool.advantages < 0)
+    return result, {
+        **clip_metrics(pool, reference=reference, in_force=current),
+        "clip_frac_low_neg_fp8_target": share(pool.fp8_ratio < result.target.lower, negative),
+        "num_pooled_tokens": len(pool.fp8_ratio),
+    }
 
 
 def calibration_record(result: CalibrationResult, shares: dict[str, float]) -> dict[str, float | None]:
@@ -223,18 +318,19 @@ def sequence_entries(
     total = weights.sum(-1, keepdim=True)
     probability = torch.where(total > 0, (weights * sampling).sum(-1, keepdim=True) / total, 1.0)
 
-    def mean_log_ratio(logps: torch.Tensor, old_logps: torch.Tensor) -> torch.Tensor:
-        # In the loss's own dtype, by its own formula, so that the ratios are the loss's.
-        return (((logps - old_logps) * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
-
-    log_ratio = mean_log_ratio(per_token_logps, old_per_token_logps)
+    log_ratio = mean_log_ratio(per_token_logps, old_per_token_logps, mask)
     return {
         "per_token_logps": log_ratio,
         "old_per_token_logps": torch.zeros_like(log_ratio),
-        "bf16_per_token_logps": mean_log_ratio(bf16_per_token_logps, bf16_old_per_token_logps),
+        "bf16_per_token_logps": mean_log_ratio(bf16_per_token_logps, bf16_old_per_token_logps, mask),
         "bf16_old_per_token_logps": torch.zeros_like(log_ratio),
         "advantages": advantages,
         "mask": mask.any(-1, keepdim=True),
         "importance_sampling_ratio": total,
         "sampling_per_token_logps": probability.log(),
     }
+
+
+def mean_log_ratio(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean log-ratio over a completion's tokens, `(B, 1)`: in the loss's own dtype, by its own formula."""
+    return (((logps - old_logps) * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)

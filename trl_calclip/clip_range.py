@@ -323,7 +323,10 @@ def _split_by_sign(
 
 
 def _kept_mass(ratio: torch.Tensor, weight: torch.Tensor, kept: torch.Tensor) -> float:
-    return torch.where(kept, ratio * weight, 0.0).sum().item()
+    # One addition after the other, where `sum` adds in an order that depends on the number of threads and the CPU:
+    # every process then gets the same number from the same tokens.
+    total = torch.where(kept, ratio * weight, 0.0).cumsum(0)
+    return total[-1].item() if len(total) else 0.0
 
 
 def _solve_lower(ratio: torch.Tensor, num_clipped: int, reference: float, limits: tuple[float, float]) -> float:
@@ -351,7 +354,7 @@ def _solve_upper(
     Bound inside `limits` whose kept mass, the sum of `weight * ratio` over the ratios up to it, is nearest to
     `target`; the smaller mass if two are equally near, and of the bounds that give it, the one nearest to `reference`.
     """
-    ratio, order = ratio.sort()
+    ratio, order = ratio.sort(stable=True)
     mass = torch.cat([ratio.new_zeros(1), (ratio * weight[order]).cumsum(0)])
     first, last = (_count_under(ratio, limit, closed=True) for limit in limits)
     # The kept mass changes at these bounds only; of equal ratios the last one carries the mass of all.

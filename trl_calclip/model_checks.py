@@ -2,6 +2,7 @@
 """Models that FP8 or the calibration cannot take, refused with the reason."""
 
 from torch import nn
+from torchao.float8.float8_linear import Float8Linear
 
 from .fp8.linear import fp8_linears
 
@@ -23,12 +24,30 @@ def refuse_quantized(model: nn.Module) -> None:
 
 def refuse_converted(model: nn.Module) -> None:
     """
-    Refuse a model whose linears an earlier trainer has converted.
+    Refuse a model whose linears an earlier trainer has converted, or torchao with settings of its own.
 
     Raises:
         ValueError: If the model holds float8 linears.
     """
-    if fp8_linears(model):
+    gathered = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Linear) and module.config.enable_fsdp_float8_all_gather
+    ]
+    if gathered:
+        raise ValueError(
+            f"The model's linears ({gathered[0]} is the first) were converted by torchao with "
+            "`enable_fsdp_float8_all_gather=True`: FSDP2 then gathers the weights in FP8, and no rank ever holds the "
+            "BF16 weights that the BF16 pass of a calibration needs. Load the model anew and pass it unconverted: "
+            "`fp8_recipe` converts it, with weights gathered in BF16."
+        )
+    ours = set(fp8_linears(model))
+    if any(isinstance(module, Float8Linear) and module not in ours for module in model.modules()):
+        raise ValueError(
+            "The model's linears are torchao's float8 linears already, which have no BF16 pass and other scales than "
+            "the rollout engine. Load the model anew and pass it unconverted: `fp8_recipe` converts it."
+        )
+    if ours:
         raise ValueError(
             "The model's linears are float8 linears already: an earlier trainer in this process converted it in "
             "place. Load the model anew, or pass its name."
