@@ -9,6 +9,7 @@ each of them relies on, so that an upgrade breaks a test before it breaks a run.
 import functools
 import importlib.metadata
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -72,6 +73,10 @@ class HookedGRPOTrainer(GRPOTrainer):
     """
 
     _scoring_policy = False
+    # Entropies that the loss computed beside `per_token_logps`, `(B, T)`, nats; there during `after_policy_forward`.
+    policy_entropies: torch.Tensor | None = None
+    # Seconds that the last rollout took: weight sync, generation, rewards and scoring.
+    rollout_seconds: float = 0.0
 
     def begin_rollout(self, micro_batches: list[dict[str, Any]]) -> None:
         """Called when a rollout was generated and split into the loss's `micro_batches`, before its first update."""
@@ -84,6 +89,11 @@ class HookedGRPOTrainer(GRPOTrainer):
 
     def after_policy_forward(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
         """Called in training after the loss was computed. `per_token_logps`: `(B, T)`, detached."""
+
+    def log_in_training(self, metrics: dict[str, float]) -> None:
+        """Let TRL log `metrics` with its own; it averages them over the logging window and leaves out NaN."""
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
 
     @property
     def micro_batches_per_rollout(self) -> int:
@@ -118,8 +128,10 @@ class HookedGRPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch):
         buffered = self._buffered_inputs
+        start = time.perf_counter()
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not buffered:
+            self.rollout_seconds = time.perf_counter() - start
             self.begin_rollout(self._buffered_inputs)
         return inputs
 
@@ -133,7 +145,7 @@ class HookedGRPOTrainer(GRPOTrainer):
         finally:
             self._scoring_policy = False
         self.after_policy_forward(inputs, self._policy_per_token_logps)
-        self._policy_per_token_logps = None
+        self._policy_per_token_logps = self.policy_entropies = None
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
@@ -141,6 +153,7 @@ class HookedGRPOTrainer(GRPOTrainer):
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._scoring_policy:
             self._policy_per_token_logps = result[0].detach()
+            self.policy_entropies = result[1].detach()
         return result
 
 

@@ -28,10 +28,14 @@ from .clip_range import ClipRange
 from .fp8.generation import FP8VLLMGeneration
 from .fp8.linear import bf16_pass, convert_to_fp8
 from .fp8.selection import refuse_moe
+from .metrics import mismatch_metrics, mismatch_sums
 from .model_checks import refuse_converted, refuse_dropout, refuse_quantized
+from .trackers import log_histograms
 
 
 logger = logging.getLogger(__name__)
+
+_MISMATCH_INPUTS = ("old_per_token_logps", "sampling_per_token_logps")
 
 
 class CalibratedGRPOTrainer(HookedGRPOTrainer):
@@ -153,6 +157,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
     # Calibration: what happens at TRL's moments
 
     def begin_rollout(self, micro_batches: list[dict[str, Any]]) -> None:
+        self._log_rollout(micro_batches)
         if not self.args.calibrated_clip:
             return
         self._rollout_step = self.state.global_step
@@ -173,8 +178,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
     def after_policy_forward(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
         if self._collector is None:
             return
-        mask = inputs["completion_mask"]
-        mask = mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
+        mask = loss_mask(inputs)
         if self._bf16_per_token_logps is None:
             self._collector.add_at_zero_drift(per_token_logps - inputs["old_per_token_logps"], mask)
             return
@@ -187,6 +191,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             mask=mask,
             importance_sampling_ratio=inputs.get("importance_sampling_ratio"),
             sampling_per_token_logps=inputs.get("sampling_per_token_logps"),
+            entropies=self.policy_entropies,
         )
         self._bf16_per_token_logps = None
 
@@ -195,6 +200,18 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             self._calibrate(self._collector.pool(self.accelerator))
             self._collector = None
         self.num_rollouts += 1
+
+    def _log_rollout(self, micro_batches: list[dict[str, Any]]) -> None:
+        """Mismatch of rollout and trainer, from what TRL has scored anyway, and the time that the rollout took."""
+        self.log_in_training({"time/rollout_seconds": self.rollout_seconds})
+        if any(inputs.get(name) is None for inputs in micro_batches for name in _MISMATCH_INPUTS):
+            return
+        cap = self.args.vllm_importance_sampling_clip_max or 2.0
+        sums = sum(
+            mismatch_sums(*(inputs[name] for name in _MISMATCH_INPUTS), loss_mask(inputs), cap=cap)
+            for inputs in micro_batches
+        )
+        self.log_in_training(mismatch_metrics(self.accelerator.reduce(sums, reduction="sum")))
 
     def _score_in_bf16(self, inputs: dict[str, Any]) -> torch.Tensor:
         self._synchronize()
@@ -240,6 +257,9 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         record["zero_drift_std_fp8"] = self._collector.zero_drift_std()
         record["bf16_pass_seconds"] = self._bf16_pass_seconds
         self._unlogged = record
+        if self.accelerator.is_main_process:
+            ratios = {"calclip/log_ratio_fp8": pool.fp8_ratio.log(), "calclip/log_ratio_bf16": pool.bf16_ratio.log()}
+            log_histograms(self.callback_handler.callbacks, ratios, self.state.global_step + 1)
         self.calibration_history.append({"step": self.state.global_step + 1, "rollout": self.num_rollouts, **record})
 
     def _apply_clip_range(self) -> None:
@@ -257,7 +277,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                 "calibrations": self.num_calibrations,
                 "skipped_calibrations": self.num_skipped_calibrations,
             }
-            logs.update({f"calclip/{name}": value for name, value in values.items()})
+            # Trackers take numbers only; what is undefined is missing.
+            logs.update({f"calclip/{name}": value for name, value in values.items() if value is not None})
             self._unlogged = {}
         super().log(logs, start_time)
 
@@ -302,6 +323,12 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         self.num_skipped_calibrations = state["num_skipped_calibrations"]
         self.calibration_history = state["calibration_history"]
         self._apply_clip_range()
+
+
+def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
+    """The mask of TRL's loss, `(B, T)`."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 @contextmanager

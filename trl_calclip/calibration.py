@@ -6,14 +6,14 @@ The order of the columns is the pool's only format: one row per completion token
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from .clip_range import CalibrationResult, ClipRange, calibrate_clip_range
-from .metrics import clip_metrics
+from .metrics import clip_metrics, entropy_metrics, error_metrics
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class TokenPool:
         tis_weights (`torch.Tensor`): Weight that the loss gives the token for the rollout mismatch.
         sampling_probs (`torch.Tensor`): Probability of the token under the rollout policy.
         completions (`torch.Tensor`): Number of the token's completion, unique over ranks and micro-batches.
+        entropies (`torch.Tensor`): Entropy of the current policy at the token, nats; NaN where it is not known.
+        log_prob_errors (`torch.Tensor`): Log-probability of the token in FP8 minus BF16, current policy, nats.
     """
 
     fp8_ratio: torch.Tensor
@@ -38,11 +40,16 @@ class TokenPool:
     tis_weights: torch.Tensor
     sampling_probs: torch.Tensor
     completions: torch.Tensor
+    entropies: torch.Tensor
+    log_prob_errors: torch.Tensor
 
     @classmethod
     def from_rows(cls, rows: torch.Tensor) -> "TokenPool":
-        """Pool from an `(N, 6)` tensor."""
+        """Pool from an `(N, NUM_COLUMNS)` tensor."""
         return cls(*rows.unbind(dim=1))
+
+
+NUM_COLUMNS = len(fields(TokenPool))
 
 
 class TokenCollector:
@@ -71,6 +78,7 @@ class TokenCollector:
         mask: torch.Tensor,
         importance_sampling_ratio: torch.Tensor | None,
         sampling_per_token_logps: torch.Tensor | None,
+        entropies: torch.Tensor | None = None,
     ) -> None:
         """
         Add one micro-batch.
@@ -83,6 +91,7 @@ class TokenCollector:
             importance_sampling_ratio (`torch.Tensor` or `None`): TRL's TIS weight, `(B, T)` or `(B, 1)`; `None` is 1.
             sampling_per_token_logps (`torch.Tensor` or `None`):
                 Rollout policy, `(B, T)`, nats. Where it is `None` or NaN the old policy stands in for it.
+            entropies (`torch.Tensor`, *optional*): Entropy of the current policy, `(B, T)`, nats.
         """
         if advantages.dim() == 1:
             advantages = advantages.unsqueeze(1)
@@ -94,6 +103,8 @@ class TokenCollector:
             )
         if importance_sampling_ratio is None:
             importance_sampling_ratio = torch.ones_like(advantages)
+        if entropies is None:
+            entropies = torch.full_like(per_token_logps, math.nan)
         batch_size = mask.size(0)
         completions = self._next_completion + self._num_processes * torch.arange(batch_size, device=mask.device)
         self._next_completion += self._num_processes * batch_size
@@ -105,6 +116,8 @@ class TokenCollector:
             importance_sampling_ratio,
             sampling_per_token_logps.exp(),
             completions.unsqueeze(1),
+            entropies,
+            per_token_logps - bf16_per_token_logps,
         )
         keep = mask.bool() & (columns[2] != 0)
         self._rows.append(torch.stack([column[keep].double() for column in columns], dim=1).cpu())
@@ -125,7 +138,7 @@ class TokenCollector:
 
     def pool(self, accelerator: Accelerator) -> TokenPool:
         """The tokens of all ranks, the same on every rank. A rank without tokens takes part with none."""
-        rows = torch.cat(self._rows) if self._rows else torch.zeros(0, 6, dtype=torch.float64)
+        rows = torch.cat(self._rows) if self._rows else torch.zeros(0, NUM_COLUMNS, dtype=torch.float64)
         if accelerator.num_processes > 1:
             # Padding rows are zero, and a token without an advantage takes part in nothing.
             rows = accelerator.pad_across_processes(rows.to(accelerator.device), dim=0)
@@ -154,7 +167,7 @@ def calibrate(
         **settings: Limits, steps and minimum of tokens, as in [`calibrate_clip_range`].
 
     Returns:
-        `tuple[CalibrationResult, dict[str, float]]`: The result, and the shares of clipped tokens in this batch.
+        `tuple[CalibrationResult, dict[str, float]]`: The result, and the diagnostics of this batch.
     """
     answer = [None]
     if accelerator.is_main_process:
@@ -168,7 +181,9 @@ def calibrate(
             current=current,
             **settings,
         )
-        answer = [(result, clip_metrics(pool, reference=reference, in_force=current))]
+        bounds = {"reference": reference, "in_force": current}
+        shares = {**clip_metrics(pool, **bounds), **entropy_metrics(pool, **bounds), **error_metrics(pool)}
+        answer = [(result, shares)]
     broadcast_object_list(answer)
     return answer[0]
 
