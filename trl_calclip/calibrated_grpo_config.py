@@ -12,6 +12,7 @@ from trl import GRPOConfig
 from ._trl_compat import require_version
 from .clip_range import ClipRange
 from .fp8.recipes import Recipe, cuda_capability, get_recipe, resolve_emulate
+from .health import HealthArguments
 
 
 # Losses whose gradient stops at the two bounds. The others (cispo, sapo, vespo, luspo) use the ratio otherwise.
@@ -21,7 +22,7 @@ _TRL_DEFAULTS = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
 
 
 @dataclass
-class CalibratedGRPOConfig(GRPOConfig):
+class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
     r"""
     Configuration class for the [`CalibratedGRPOTrainer`].
 
@@ -80,6 +81,8 @@ class CalibratedGRPOConfig(GRPOConfig):
         fp8_sync_check_limit (`float`, *optional*, defaults to `0.75`):
             Mean absolute log-probability gap between engine and trainer above which a self-check raises, in nats per
             token.
+
+        > Parameters that control the alarms: see [`HealthArguments`]
     """
 
     epsilon_high: float | None = field(
@@ -210,6 +213,11 @@ class CalibratedGRPOConfig(GRPOConfig):
 
         super().__post_init__()
 
+        self.check_alarms()
+        self.check_alarms_can_fire(
+            calibrated=self.calibrated_clip,
+            rollout_logps=self.use_vllm and self.vllm_importance_sampling_correction,
+        )
         if active:
             self._check_fp8()
         if self.calibrated_clip:

@@ -28,6 +28,7 @@ from .clip_range import ClipRange
 from .fp8.generation import FP8VLLMGeneration
 from .fp8.linear import bf16_pass, convert_to_fp8
 from .fp8.selection import refuse_moe
+from .health import HealthCallback
 from .metrics import mismatch_metrics, mismatch_sums
 from .model_checks import refuse_converted, refuse_dropout, refuse_quantized
 from .trackers import log_histograms
@@ -115,6 +116,9 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         if args.calibrated_clip:
             self._apply_clip_range()
             self._schedule = self._find_schedule()
+
+        if not any(isinstance(callback, HealthCallback) for callback in self.callback_handler.callbacks):
+            self.add_callback(HealthCallback(args))
 
     def _convert(self) -> None:
         """Convert policy and KL anchor, before Accelerate wraps the policy."""
