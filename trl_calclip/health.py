@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 ACTIONS = ("warn", "stop", "off")
 # A surge is at least this many nats, so that a policy of almost no entropy may double it.
 MIN_ENTROPY_RISE = 0.1
+# Part of the search's range that counts as its edge.
+EDGE = 0.02
 
 _SYNC = (
     "`sampling/sampling_logp_difference/mean` and `rollout_corr/k3_kl`: a jump after a weight sync is a broken sync, "
@@ -353,7 +355,9 @@ class HealthMonitor:
         if None in targets.values() or entry.get("calclip/alpha_low_bf16") is None:
             return
         for side, limits in self.limits.items():
-            at_edge = min(abs(targets[side] - limit) for limit in limits) < 1e-6
+            # Between two ratios the solve takes the bound nearest to the reference, so it stops just short of a limit.
+            near = EDGE * (limits[1] - limits[0])
+            at_edge = not limits[0] + near < targets[side] < limits[1] - near
             self._at_limit[side] = self._at_limit[side] + 1 if at_edge else 0
         side = max(self._at_limit, key=self._at_limit.get)
         times = self._at_limit[side]
