@@ -140,7 +140,7 @@ def run_diagnose(options) -> int:
     transformers.utils.logging.disable_progress_bar()
     console = Console(stderr=options.json)
     path = options.model or _embedded_model(options.output, console)
-    prompt_ids = _prompts(options, AutoTokenizer.from_pretrained(path))
+    prompt_ids = _prompts(options, path, AutoTokenizer.from_pretrained(path))
     settings = Settings(
         tokens=options.tokens,
         updates=options.updates,
@@ -196,13 +196,13 @@ def _embedded_model(output: Path, console: Console) -> str:
     return embedded.warm_start(output / "warm_start")
 
 
-def _prompts(options, tokenizer) -> list[list[int]]:
+def _prompts(options, path: str, tokenizer) -> list[list[int]]:
     """Token ids of `options.completions` prompts, from the data set or built in, repeated if they are too few."""
     from . import embedded
 
     if options.dataset is not None:
         prompts = _load_dataset(options)[options.prompt_column]
-    elif options.model is None:
+    elif (Path(path) / embedded.SETTINGS_FILE).exists():
         prompts = embedded.arithmetic_dataset(options.completions, seed=5, split="test")["prompt"]
     else:
         prompts = PROMPTS

@@ -380,7 +380,12 @@ def rows(found: Diagnosis) -> list[tuple[str, str]]:
         ),
     ]
     parts = [found.entropy[f"entropy_bin/{label}/overclip_low_part"] for label in ENTROPY_BINS]
-    values.append((f"over-clipped low by entropy ({', '.join(ENTROPY_BINS)})", ", ".join(f"{p:.0%}" for p in parts)))
+    values.append(
+        (
+            f"over-clipped low by entropy ({', '.join(ENTROPY_BINS)})",
+            ", ".join("-" if math.isnan(part) else f"{part:.0%}" for part in parts),
+        )
+    )
     if found.layers:
         best = sorted(found.layers.items(), key=lambda item: item[1])[:3]
         values.append(("noise left with a layer in BF16", ", ".join(f"{name} {value:.0%}" for name, value in best)))
