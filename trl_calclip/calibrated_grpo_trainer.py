@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from .fp8.linear import bf16_pass, convert_to_fp8
 from .fp8.selection import refuse_moe
 from .health import HealthCallback
 from .metrics import mismatch_metrics, mismatch_sums
+from .model_card import append_section, card_section
 from .model_checks import refuse_converted, refuse_dropout, refuse_quantized
 from .trackers import log_histograms
 
@@ -299,6 +301,19 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         super().save_model(output_dir, _internal_call)
         if self.args.calibrated_clip and self.args.should_save:
             write_state(output_dir or self.args.output_dir, self._state())
+        if self._describes_itself and not _internal_call:
+            # TRL writes the card with checkpoints only: the one at the end would say what was before.
+            self.create_model_card(model_name=Path(output_dir or self.args.output_dir).name)
+
+    @property
+    def _describes_itself(self) -> bool:
+        return self.args.fp8_active or self.args.calibrated_clip
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self._describes_itself and self.is_world_process_zero():
+            section = card_section(self.args, self.state.log_history, self.clip_range, self.num_calibrations)
+            append_section(Path(self.args.output_dir) / "README.md", section)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

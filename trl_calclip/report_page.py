@@ -162,7 +162,7 @@ def svg(panel: Panel, runs: Sequence[Run]) -> str:
     """A panel as an SVG element: text in the page's colour, transparent ground, ids of its own, an alt text."""
     ink = {name: _INK for name in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")}
     buffer = io.StringIO()
-    with matplotlib.rc_context({**ink, "svg.fonttype": "path", "svg.hashsalt": panel.key, "font.size": 11}):
+    with matplotlib.rc_context({**ink, "svg.fonttype": "path", "svg.hashsalt": panel.key, "font.size": 12}):
         _figure(panel, runs).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
