@@ -155,7 +155,7 @@ def _overview(runs: Sequence[Run], panels: Sequence[Panel], path: Path) -> None:
         panel.draw(axis, runs)
         axis.set_title(panel.title, fontsize=11)
     _add_legend(figure, runs)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
 
 
 def svg(panel: Panel, runs: Sequence[Run]) -> str:

@@ -129,6 +129,7 @@ def time_split(run) -> dict[str, float]:
 
 def _draw_times(axis, runs) -> None:
     shades = (1.0, 0.55, 0.25)
+    longest = max(sum(time_split(run).values()) for run in runs)
     ink = axis.xaxis.label.get_color()
     for position, (color, run) in enumerate(zip(COLORS, runs, strict=False)):
         left = 0.0
@@ -141,6 +142,7 @@ def _draw_times(axis, runs) -> None:
     axis.invert_yaxis()
     axis.set_ylim(len(runs) - 0.5 + 0.35 * len(runs), -0.5)
     axis.legend(fontsize="small", frameon=False, loc="lower right", ncols=3)
+    axis.set_xlim(0, 1.05 * longest)
     axis.set_xlabel("seconds")
     axis.grid(alpha=0.25, axis="x")
 
