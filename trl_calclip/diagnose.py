@@ -347,11 +347,6 @@ def _in_bf16(linears: list) -> Iterator[None]:
             linear.fp8_enabled = True
 
 
-def num_stages(path_layers: int, settings: Settings) -> int:
-    """How often `diagnose` calls `advance`, with `path_layers` layers."""
-    return 4 + settings.updates + (2 * path_layers if settings.per_layer else 0)
-
-
 def rows(found: Diagnosis) -> list[tuple[str, str]]:
     """The diagnosis as label and value, for a table."""
     clip, errors, calibrated = found.clip, found.errors, found.calibrated

@@ -62,6 +62,9 @@ def sample_with_engine(path: str, scheme: str, prompt_ids: list[list[int]], toke
 
     from .fp8.vllm_reference import engine_arguments
 
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what a model before it held: the engine takes most of the memory
     threads = torch.get_num_threads()
     llm = LLM(
         model=path, dtype="bfloat16", enforce_eager=True, max_model_len=max(map(len, prompt_ids)) + tokens + 1,
