@@ -31,6 +31,8 @@ from .report_panels import COLORS, PANELS, Panel, label_text
 STATE_FILE = "trainer_state.json"
 # A colour that nothing else has; it becomes the page's text colour.
 _INK = "#010203"
+# The layout is settled before the ticks are: without it a wider tick label would be cut off.
+_WHOLE = {"bbox_inches": "tight", "pad_inches": 0.05}
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def write_report(
         written.append(output / f"{panel.key}.png")
         figure = _figure(panel, runs)
         _add_legend(figure, runs)
-        figure.savefig(written[-1], dpi=130)
+        figure.savefig(written[-1], dpi=130, **_WHOLE)
     return written
 
 
@@ -155,7 +157,7 @@ def _overview(runs: Sequence[Run], panels: Sequence[Panel], path: Path) -> None:
         panel.draw(axis, runs)
         axis.set_title(panel.title, fontsize=11)
     _add_legend(figure, runs)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=90, **_WHOLE)
 
 
 def svg(panel: Panel, runs: Sequence[Run]) -> str:
@@ -163,7 +165,7 @@ def svg(panel: Panel, runs: Sequence[Run]) -> str:
     ink = {name: _INK for name in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")}
     buffer = io.StringIO()
     with matplotlib.rc_context({**ink, "svg.fonttype": "path", "svg.hashsalt": panel.key, "font.size": 12}):
-        _figure(panel, runs).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        _figure(panel, runs).savefig(buffer, format="svg", transparent=True, metadata={"Date": None}, **_WHOLE)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
