@@ -70,6 +70,9 @@ def test_verdicts(healthy):
     over = {"overclip_low_frac_reference": 0.09, "overclip_high_frac_reference": 0.07}
     verdict, reason = judge(changed(healthy, clip=over, calibrated=ClipRange(0.7, 1.5)), SMALL)
     assert verdict == "calibrate" and "9.0% of the negative" in reason and "[0.700, 1.500]" in reason
+    assert "near the edge" not in reason
+    verdict, reason = judge(changed(healthy, clip=over, calibrated=ClipRange(0.52, 1.5)), SMALL)
+    assert verdict == "calibrate" and "near the edge of the search range, 0.5" in reason
     verdict, reason = judge(changed(healthy, clip=over, calibrated=ClipRange(0.505, 1.5)), SMALL)
     assert verdict == "avoid" and "ends at its limit of 0.5" in reason
     mismatch = {"rollout_corr/k3_kl": 0.2, "rollout_corr/rollout_is_eff_sample_size": 0.9}

@@ -138,10 +138,13 @@ def judge(found: Diagnosis, settings: Settings) -> tuple[str, str]:
             f"{over}, and the search for the lower bound ends at its limit of {limits[0]:g}, where {left:.1%} still "
             "are. Use a finer recipe, leave layers in BF16, or widen the limits knowingly."
         )
-    return "calibrate", (
+    reason = (
         f"{over}; bounds of [{found.calibrated.lower:.3f}, {found.calibrated.upper:.3f}] bring the lower share to "
         f"{left:.1%}."
     )
+    if found.calibrated.lower <= limits[0] + 0.1 * (limits[1] - limits[0]):
+        reason += f" That is near the edge of the search range, {limits[0]:g}: a finer recipe would leave more room."
+    return "calibrate", reason
 
 
 def diagnose(
