@@ -11,7 +11,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from trl_calclip import CalibratedGRPOConfig
 from trl_calclip.checkpoint import read_state
-from trl_calclip.health import EXPLANATIONS, HealthArguments, HealthCallback, HealthMonitor
+from trl_calclip.health import HealthCallback, HealthMonitor
+from trl_calclip.health_settings import EXPLANATIONS, HealthArguments
 
 
 def raised(entries, **settings) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ from trl import GRPOConfig
 from ._trl_compat import require_version
 from .clip_range import ClipRange
 from .fp8.recipes import Recipe, cuda_capability, get_recipe, resolve_emulate
-from .health import HealthArguments
+from .health_settings import HealthArguments
 
 
 # Losses whose gradient stops at the two bounds. The others (cispo, sapo, vespo, luspo) use the ratio otherwise.

@@ -23,7 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from .checkpoint import read_state
-from .health import Alarm, HealthArguments, HealthMonitor
+from .health import Alarm, HealthMonitor
+from .health_settings import HealthArguments
 from .report import first_and_last_tenth, mean_share, series
 from .report_panels import COLORS, PANELS, Panel, label_text
 
