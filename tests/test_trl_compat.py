@@ -82,6 +82,30 @@ def test_a_round_keeps_its_metrics_to_itself_and_rewards_are_gathered(make_train
     assert trainer._metrics["train"]["num_tokens"] == [metrics["num_tokens"]]
 
 
+def test_loss_asks_for_entropies_and_metrics_are_averaged_without_nan(make_trainer):
+    assert "compute_entropy=True" in inspect.getsource(GRPOTrainer._compute_loss)
+    seen = []
+
+    class Watching(HookedGRPOTrainer):
+        def after_policy_forward(self, inputs, per_token_logps):
+            seen.append(self.policy_entropies.shape == per_token_logps.shape)
+            self.log_in_training({"mine": float(self._step), "nothing": float("nan")})
+
+    plain = make_trainer(max_steps=1)
+    trainer = Watching(
+        model=plain.model.name_or_path,
+        reward_funcs=plain.reward_funcs,
+        args=plain.args,
+        train_dataset=plain.train_dataset,
+    )
+    trainer.args.max_steps = trainer.args.logging_steps = trainer.state.logging_steps = 2
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "mine" in entry]
+    assert entry["mine"] == 0.5 and entry["nothing"] is None
+    assert seen == [True, True] and trainer.policy_entropies is None
+    assert trainer.rollout_seconds > 0
+
+
 def test_checkpoint_saves_the_model_before_the_trainer_state():
     source = inspect.getsource(Trainer._save_checkpoint)
     assert source.index("self.save_model(output_dir, _internal_call=True)") < source.index("TRAINER_STATE_NAME")
@@ -135,6 +159,7 @@ PRIVATE = {
     "_compute_loss",
     "_prepare_inputs",
     "_last_loaded_step",
+    "_metrics",
     "model_executor",
     "driver_worker",
     "model_runner",
@@ -143,7 +168,6 @@ PRIVATE = {
     "_calculate_rewards",
     "_rewards_per_func",
     "_remove_unused_columns",
-    "_metrics",
 }
 
 

@@ -10,6 +10,7 @@ import collections
 import functools
 import importlib.metadata
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -74,6 +75,10 @@ class HookedGRPOTrainer(GRPOTrainer):
     """
 
     _scoring_policy = False
+    # Entropies that the loss computed beside `per_token_logps`, `(B, T)`, nats; there in `after_policy_forward`.
+    policy_entropies: torch.Tensor | None = None
+    # Seconds that the last rollout took: weight sync, generation, rewards and scoring.
+    rollout_seconds: float = 0.0
 
     def begin_rollout(self, micro_batches: list[dict[str, Any]]) -> None:
         """Called when a rollout was generated and split into the loss's `micro_batches`, before its first update."""
@@ -85,7 +90,7 @@ class HookedGRPOTrainer(GRPOTrainer):
         """Called in training before the loss scores `inputs` with the current policy; no graph is held yet."""
 
     def after_policy_forward(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
-        """Called in training after the loss was computed. `per_token_logps`: `(B, T)`, detached."""
+        """Called in training after the loss was computed. `per_token_logps`: `(B, T)`, with the loss's graph."""
 
     @property
     def micro_batches_per_rollout(self) -> int:
@@ -136,7 +141,7 @@ class HookedGRPOTrainer(GRPOTrainer):
         return batch, self._rewards_per_func, {name: values[-1] for name, values in metrics.items()}
 
     def log_in_training(self, metrics: dict[str, float]) -> None:
-        """Put `metrics` among those that the next log entry averages over its rollouts."""
+        """Let TRL log `metrics` with its own: it averages them over the logging window and leaves out NaN."""
         for name, value in metrics.items():
             if name == "num_tokens":  # a total, which TRL sets anew each time
                 self._metrics["train"][name] = [value]
@@ -157,8 +162,10 @@ class HookedGRPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch):
         buffered = self._buffered_inputs
+        start = time.perf_counter()
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not buffered:
+            self.rollout_seconds = time.perf_counter() - start
             self.begin_rollout(self._buffered_inputs)
         return inputs
 
@@ -179,14 +186,14 @@ class HookedGRPOTrainer(GRPOTrainer):
         finally:
             self._scoring_policy = False
         self.after_policy_forward(inputs, self._policy_per_token_logps)
-        self._policy_per_token_logps = None
+        self._policy_per_token_logps = self.policy_entropies = None
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         # Also called for the old policy, the KL anchor and evaluation: those are not the current policy's.
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._scoring_policy:
-            self._policy_per_token_logps = result[0].detach()
+            self._policy_per_token_logps, self.policy_entropies = result[0], result[1]
         return result
 
 

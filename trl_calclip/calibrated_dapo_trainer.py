@@ -135,7 +135,7 @@ class CalibratedDAPOTrainer(CalibratedGRPOTrainer):
         self._surplus = self._carry_over(kept[num_groups:])
         if len(kept) < num_groups:
             self._count_cap_hit(len(kept), num_groups)
-        self._log_rollout(batch, rounds)
+        self._log_sampling(batch, rounds)
         self.log_in_training(
             {
                 "dynamic_sampling/rounds": len(rounds),
@@ -279,7 +279,7 @@ class CalibratedDAPOTrainer(CalibratedGRPOTrainer):
             stacklevel=2,
         )
 
-    def _log_rollout(self, batch: list[Group], rounds: list[Round]) -> None:
+    def _log_sampling(self, batch: list[Group], rounds: list[Round]) -> None:
         """TRL's metrics over all generated groups, as if one round had generated them; and the trained rewards."""
         merged = {name: merge_rounds(name, rounds) for round_ in rounds for name in round_.metrics}
         if rounds:

@@ -14,6 +14,7 @@ from ._trl_compat import require_version
 from .calibration import num_drawn
 from .clip_range import ClipRange
 from .fp8.recipes import Recipe, cuda_capability, get_recipe, resolve_emulate
+from .health_settings import HealthArguments
 
 
 # Losses whose gradient stops at the two bounds. The others (cispo, sapo, vespo, luspo) use the ratio otherwise.
@@ -41,7 +42,7 @@ _TRL_DEFAULTS = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
 
 
 @dataclass
-class CalibratedGRPOConfig(GRPOConfig):
+class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
     r"""
     Configuration class for the [`CalibratedGRPOTrainer`].
 
@@ -107,7 +108,7 @@ class CalibratedGRPOConfig(GRPOConfig):
 
         calibration_max_tokens (`int`, *optional*, defaults to `1_000_000`):
             Most tokens that one calibration pools over all ranks. Where there are more, a random sample of so many,
-            each token with the same chance. Every rank holds 28 bytes for each of them and each rank while it pools.
+            each token with the same chance. Every rank holds 36 bytes for each of them and each rank while it pools.
         calibration_fraction (`float`, *optional*, defaults to `1.0`):
             Share of the micro-batches after a rollout's first optimizer step that get BF16 passes, drawn anew for each
             calibration, the same ones on every rank; at least one.
@@ -120,6 +121,7 @@ class CalibratedGRPOConfig(GRPOConfig):
             `calibration_interval`.
         calibration_band (`float`, *optional*):
             Half the width of the adaptive schedule's band, as a share of the target. `None` is 0.5.
+        > Parameters that control the alarms: see [`HealthArguments`]
     """
 
     epsilon_high: float | None = field(
@@ -285,6 +287,11 @@ class CalibratedGRPOConfig(GRPOConfig):
 
         super().__post_init__()
 
+        self.check_alarms()
+        self.check_alarms_can_fire(
+            calibrated=self.calibrated_clip,
+            rollout_logps=self.use_vllm and self.vllm_importance_sampling_correction,
+        )
         if active:
             self._check_fp8()
         if self.calibrated_clip:
