@@ -6,6 +6,7 @@ The tests of the row-wise server share one, in the order in which they stand: ea
 """
 
 import copy
+import ctypes
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import urllib.request
 import pytest
 import torch
 from conftest import digits_reward
+from peft import LoraConfig
 from safetensors.torch import load_file
 
 from trl_calclip._trl_compat import RolloutServerError
@@ -34,6 +36,11 @@ from trl_calclip.fp8.weight_files import PREFIX, WeightFiles, remove_leftovers
 
 PROBE = list(range(2, 30))
 ROWWISE = ["--quantization", "fp8_per_channel", "--logprobs-mode", "processed_logprobs"]
+
+
+def die_with_parent() -> None:
+    """Tests that are killed leave no server behind: its other processes follow the first."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Server:
@@ -60,8 +67,9 @@ class Server:
         }
         with open(self.log, "a") as file:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=die_with_parent,
+            )  # fmt: skip
 
     def wait_until_up(self) -> "Server":
         deadline = time.monotonic() + 300
@@ -218,6 +226,7 @@ def test_each_fault_of_a_server_names_its_flag(rowwise):
         ((config, "model_config", "quantization_config"), {"targets": {"*": {}}}, "no `--quantization-config`"),
         ((config, "cache_config", "cache_dtype"), "fp8", "`--kv-cache-dtype auto`"),
         ((config, "load_config", "load_format"), "dummy", "`--load-format auto`"),
+        ((config, "parallel_config", "data_parallel_external_lb"), True, "leave out `--data-parallel-external-lb`"),
         (("version",), "0.32.0", "runs vLLM 0.32.0"),
     ]:  # fmt: skip
         (problem,) = problems(path, value)
@@ -259,6 +268,47 @@ def test_base_weights_are_noticed_before_a_rollout(make_server_trainer, rowwise)
     client.set_weight_version("somebody else's")
     with pytest.raises(RolloutServerError, match="Another run pushed its weights"):
         generation.generate([[5, 6, 7]] * 4, None, 4)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_weights_that_do_not_arrive(make_server_trainer, rowwise, tmp_path):
+    trainer = make_server_trainer(rowwise, fp8_weight_transfer_dir=str(tmp_path / "transfer"))
+    generation = trainer.vllm_generation
+    generation.sync_weights()
+    client = generation.vllm_client
+    before = client.score(PROBE, 0)
+    with pytest.raises(RolloutServerError, match="must see this directory"):
+        client.reload_weights(str(tmp_path / "elsewhere"))
+    generation.sync_weights()  # the server is none the worse for it
+    assert client.score(PROBE, 0) == before
+    files, path = generation._files, generation._files.path
+    files.path = str(tmp_path / "gone")
+    with pytest.raises(
+        RolloutServerError, match="could not be written below .*gone.*The server keeps the weights bef"
+    ):
+        generation.sync_weights()
+    files.path = path
+    assert client.score(PROBE, 0) == before
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_adapters_arrive_merged(make_server_trainer, rowwise):
+    trainer = make_server_trainer(rowwise, trainer={"peft_config": LoraConfig(r=4, target_modules="all-linear")})
+    generation = trainer.vllm_generation
+    generation.sync_weights()
+    before = generation.vllm_client.score(PROBE, 0)
+    base = {name: param.clone() for name, param in trainer.model.named_parameters() if "base_layer" in name}
+    with torch.no_grad():
+        for name, param in trainer.model.named_parameters():
+            if "lora_B" in name:
+                param.normal_(std=0.3, generator=torch.Generator().manual_seed(3))
+    generation.sync_weights()
+    gap = generation.check_sync()
+    assert gap < 0.05 and mean_gap(generation.vllm_client.score(PROBE, 0), before) > 2 * gap
+    parameters = dict(trainer.model.named_parameters())
+    assert all(torch.equal(parameters[name], value) for name, value in base.items())
 
 
 @pytest.mark.vllm
@@ -449,7 +499,8 @@ def test_only_leftovers_of_killed_runs_are_removed(tmp_path):
     code = (
         "import os, signal, sys, torch\n"
         "from trl_calclip.fp8.weight_files import WeightFiles\n"
-        "writer = WeightFiles(sys.argv[1]).begin()\n"
+        "files = WeightFiles(sys.argv[1])\n"
+        "writer = files.begin()\n"
         "writer.add('a', torch.zeros(9))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -153,14 +153,13 @@ class ServerVLLMGeneration(CheckedVLLMGeneration):
         weights = self.bf16_weights()
 
         def write() -> None:
-            writer = self._files.begin()
             try:
-                for name, tensor in weights:
-                    writer.add(name, tensor)
-                path = writer.finish()
-            except BaseException:
-                writer.abort()
-                raise
+                path = self._files.write(weights)
+            except OSError as error:
+                raise RolloutServerError(
+                    f"The trainer's weights could not be written below {self._files.path}: {error}. The server keeps "
+                    "the weights before. Look at the disk, or set another `fp8_weight_transfer_dir`."
+                ) from error
             self.vllm_client.reload_weights(path)
             self._files.keep_only(path)
 

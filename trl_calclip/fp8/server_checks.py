@@ -89,6 +89,12 @@ def server_problems(
         problems.append(
             f"It takes {model['max_model_len']} tokens and the run needs {min_length}: `--max-model-len {min_length}`."
         )
+    parallel = config["parallel_config"]
+    if parallel["data_parallel_external_lb"] or parallel["data_parallel_hybrid_lb"]:
+        problems.append(
+            "Its replicas are balanced from outside, so that a request to this address reaches only some of them, and "
+            "weights would too: leave out `--data-parallel-external-lb` and `--data-parallel-hybrid-lb`."
+        )
     problems += _transfer_problems(config, transfer)
     return problems
 

@@ -112,9 +112,21 @@ class ServerClient(HookedVLLMClient):
         return {**information, "version": self.get("/version")["version"]}
 
     def reload_weights(self, path: str) -> None:
-        """Have all workers load, and quantize, the checkpoint in `path`, a directory that the server sees too."""
+        """
+        Have all workers load, and quantize, the checkpoint in `path`.
+
+        Raises:
+            RolloutServerError: If they cannot; until the next reload they compute with nothing sensible.
+        """
         call = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        self.post("/collective_rpc", json=call)
+        try:
+            self.post("/collective_rpc", json=call)
+        except RolloutServerError as error:
+            raise RolloutServerError(
+                f"The vLLM server could not load the trainer's weights from {path}. It must see this directory under "
+                "the same path, run as the same user, and serve a model of the trainer's architecture; its log says "
+                f"which it is. {error}"
+            ) from error
 
     def reset_prefix_cache(self) -> None:
         """

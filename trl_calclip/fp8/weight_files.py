@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import weakref
+from collections.abc import Iterable
 
 import torch
 from safetensors.torch import save_file
@@ -60,8 +61,24 @@ class WeightFiles:
         self._number = 0
         self._loaded: str | None = None
 
+    def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """
+        Write a new version and return its directory. What no server has loaded since the last one is removed.
+
+        Raises:
+            OSError: If it cannot be written; nothing of it is left then.
+        """
+        writer = self.begin()
+        try:
+            for name, tensor in weights:
+                writer.add(name, tensor)
+            return writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+
     def begin(self) -> "WeightWriter":
-        """Writer of a new version. What no server has loaded since is removed."""
+        """Writer of a new version."""
         self.keep_only(self._loaded)
         self._number += 1
         return WeightWriter(os.path.join(self.path, f"version-{self._number:06d}"), self.shard_bytes)
