@@ -39,8 +39,8 @@ ROWWISE = ["--quantization", "fp8_per_channel", "--logprobs-mode", "processed_lo
 
 
 def die_with_parent() -> None:
-    """Tests that are killed leave no server behind: its other processes follow the first."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    """Tests that are killed leave no server behind: it shuts down, and its other processes with it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 class Server:
