@@ -55,7 +55,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = None
 
-    def start(self, *flags: str) -> None:
+    def start(self, *flags: str, **variables: str) -> None:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager"]
         command += ["--max-model-len", "80", *flags]
@@ -64,6 +64,7 @@ class Server:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            **variables,
         }
         with open(self.log, "a") as file:
             self.process = subprocess.Popen(
@@ -131,7 +132,7 @@ def distort(model, seed=1):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
-            param.mul_(1 + 0.2 * torch.randn(param.shape, generator=generator))
+            param.mul_(1 + 0.2 * torch.randn(param.shape, generator=generator).to(param.device))
 
 
 def mean_gap(first, second):
@@ -467,6 +468,25 @@ def test_bf16_server_with_raw_logprobs(make_server_trainer, new_server):
 def test_no_server_at_all(make_server_trainer, new_server):
     with pytest.raises(RolloutServerError, match=r"was not up within 1 s \(`vllm_server_timeout`\)"):
         make_server_trainer(new_server(), vllm_server_timeout=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for the trainer and one for the server")
+@pytest.mark.parametrize("transfer", ["nccl", "filesystem"])
+def test_weights_reach_a_gpu(make_server_trainer, new_server, transfer):
+    server = new_server()
+    server.start(*ROWWISE, "--weight-transfer-config", '{"backend": "nccl"}', CUDA_VISIBLE_DEVICES="1")
+    server.wait_until_up()
+    trainer = make_server_trainer(server, use_cpu=False, fp8_weight_transfer=transfer)
+    before = trainer.vllm_generation.vllm_client.score(PROBE, 0)
+    trainer.train()
+    distort(trainer.model)
+    trainer.vllm_generation.sync_weights()
+    gap = trainer.vllm_generation.check_sync()
+    assert 0 < gap < 0.05 and mean_gap(trainer.vllm_generation.vllm_client.score(PROBE, 0), before) > 3 * gap
+    server.kill()
 
 
 # Files
