@@ -66,7 +66,7 @@ REFUSED = [
     ({"fp16": True, "bf16": False}, ValueError, "`fp16=True`"),
     ({"use_transformers_continuous_batching": True}, ValueError, "master weights are lost"),
     # server
-    ({"fp8_weight_transfer": "ftp", "use_vllm": True, "vllm_mode": "server"}, ValueError, "or 'filesystem', got 'ftp'"),
+    ({"fp8_weight_transfer": "ftp", "use_vllm": True, "vllm_mode": "server"}, ValueError, "'filesystem', got 'ftp'"),
     ({"fp8_weight_transfer": "nccl", "use_vllm": True, "vllm_mode": "server"}, ValueError, "needs a GPU"),
     ({"fp8_weight_transfer": "filesystem"}, ValueError, "no effect without a vLLM server"),
     ({"fp8_weight_transfer": "filesystem", "use_vllm": True}, ValueError, "no effect without a vLLM server"),

@@ -50,7 +50,9 @@ class ServerVLLMGeneration(CheckedVLLMGeneration):
         self.transfer = transfer
         self.transfer_dir = transfer_dir
         self._run = uuid.uuid4().hex
-        self._version: str | None = None  # the mark of the last push, in the main process
+        self._greeted = False
+        self._pending = ""  # marks of the push under way and of the last complete one, in the main process
+        self._complete: str | None = None
         self._files: WeightFiles | None = None
         self._metadata: list[tuple[str, str, list[int]]] | None = None
         super().__init__(*args, **kwargs)
@@ -115,7 +117,7 @@ class ServerVLLMGeneration(CheckedVLLMGeneration):
 
     def _greet(self) -> bool:
         """Look who answers before weights are gathered for it. Whether the server was restarted."""
-        restarted = self._version is not None and not self._holds_weights()
+        restarted = self._greeted and self._read_mark() == UNTOUCHED
         if restarted:
             logger.warning(
                 "The vLLM server at %s was restarted; its weights are pushed again.", self.vllm_client.base_url
@@ -127,22 +129,30 @@ class ServerVLLMGeneration(CheckedVLLMGeneration):
             self.vllm_client.close_communicator()
         if self.transfer == "nccl" and self.vllm_client.communicator is None:
             self.vllm_client.init_communicator(device=self.accelerator.device)
+        self._greeted = True
+        self._pending = f"{self._run}-{self.num_syncs}-pending"
+        self.vllm_client.set_weight_version(self._pending)
         return restarted
 
-    def _holds_weights(self) -> bool:
-        version = self.vllm_client.weight_version()
-        if version not in (self._version, UNTOUCHED):
+    def _read_mark(self) -> str:
+        mark = self.vllm_client.weight_version()
+        if mark != UNTOUCHED and not mark.startswith(self._run):
             raise RolloutServerError(
                 f"Another run pushed its weights into the vLLM server at {self.vllm_client.base_url} (weight version "
-                f"{version!r}, expected {self._version!r}). A server serves one trainer: give each its own."
+                f"{mark!r}, expected {self._complete!r}). A server serves one trainer: give each its own."
             )
-        return version == self._version
+        return mark
+
+    def _holds_weights(self) -> bool:
+        return self._read_mark() == self._complete
 
     def _finish_push(self) -> None:
         # Cached prefixes were computed with the weights before.
         self.vllm_client.reset_prefix_cache()
-        self._version = f"{self._run}-{self.num_syncs}"
-        self.vllm_client.set_weight_version(self._version)
+        if self._read_mark() != self._pending:
+            raise ServerLost(f"The vLLM server at {self.vllm_client.base_url} was restarted during a weight push.")
+        self._complete = f"{self._run}-{self.num_syncs}"
+        self.vllm_client.set_weight_version(self._complete)
 
     def _push_by_files(self) -> None:
         if not self.accelerator.is_main_process:
