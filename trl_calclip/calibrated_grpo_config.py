@@ -392,10 +392,9 @@ class CalibratedGRPOConfig(GRPOConfig):
                 f"`{name}={value!r}` has no effect without a vLLM server. Set `use_vllm=True` and "
                 f"`vllm_mode='server'`, or leave `{name}` unset."
             )
-        by_nccl = self.fp8_weight_transfer == "nccl" or (
-            self.fp8_weight_transfer == "auto" and self.device.type == "cuda"
-        )
-        if by_nccl and self.fp8_weight_transfer_dir is not None:
+        if self.fp8_weight_transfer_dir is not None and (
+            self.fp8_weight_transfer == "nccl" or (self.fp8_weight_transfer == "auto" and self.device.type == "cuda")
+        ):
             raise ValueError(
                 f"`fp8_weight_transfer_dir={self.fp8_weight_transfer_dir!r}` has no effect: weights go by NCCL here. "
                 "Set `fp8_weight_transfer='filesystem'`, or leave the directory unset."
