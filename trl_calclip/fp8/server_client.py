@@ -57,8 +57,9 @@ class ServerClient(HookedVLLMClient):
         RolloutServerError: By every request that is refused by a healthy server.
     """
 
-    # Seconds to wait for a connection, not for an answer: a rollout may take long.
+    # Seconds to wait for a connection, and for the answer to a question. Work may take as long as it takes.
     connect_timeout = 10.0
+    answer_timeout = 60.0
 
     def __init__(self, base_url: str, group_port: int, connection_timeout: float):
         self._deferring = False
@@ -205,8 +206,9 @@ class ServerClient(HookedVLLMClient):
         return self.request("POST", f"{self.base_url}{path}", **kwargs)
 
     def request(self, method: str, url: str, missing: str | None = None, **kwargs) -> dict[str, Any]:
+        timeout = (self.connect_timeout, self.answer_timeout if method == "GET" else None)
         try:
-            response = self.session.request(method, url, timeout=(self.connect_timeout, None), **kwargs)
+            response = self.session.request(method, url, timeout=timeout, **kwargs)
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise ServerLost(f"The vLLM server at {self.base_url} does not answer: {error}") from error
         if response.status_code == 200:
