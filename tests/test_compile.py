@@ -43,14 +43,13 @@ def step(model, length: int) -> list[torch.Tensor]:
     return [bf16, old, logits.detach(), *(param.grad.clone() for param in model.parameters())]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize(
+    ("recipe", "checkpointing"), [("tensorwise", False), ("rowwise", False), ("blockwise", False), ("rowwise", True)]
+)
 def test_compiled_layers_are_compiled_once_for_each_mode(recipe, checkpointing):
-    eager = build_model(seed=0, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
+    eager = build_model(seed=0, hidden_size=64, intermediate_size=128, num_hidden_layers=3)
     convert_to_fp8(eager, RECIPES[recipe], emulate=True)
     compiled = copy.deepcopy(eager)
-    for linear, other in zip(eager.modules(), compiled.modules(), strict=True):
-        assert type(linear) is type(other)
     for layer in compiled.model.layers:
         layer.compile(backend="aot_eager", dynamic=True)
     for model in (eager, compiled):
@@ -58,12 +57,12 @@ def test_compiled_layers_are_compiled_once_for_each_mode(recipe, checkpointing):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
     seen = []
-    for length in (8, 9, 11, 8, 13, 16, 11):
+    for length in (8, 9, 11, 8, 13):
         for value, expected in zip(step(compiled, length), step(eager, length), strict=True):
             assert torch.equal(value, expected)
         seen.append(num_graphs())
-    assert seen[0] >= 2 and seen[1:] == seen[:1] * 6, seen
-    # far below the limit at which torch stops compiling without a word, for four layers as for one
+    assert seen[0] >= 2 and seen[1:] == seen[:1] * 4, seen
+    # far below the limit at which torch stops compiling without a word, for three layers as for one
     assert seen[0] <= 6, seen
 
 

@@ -16,7 +16,7 @@ from trl_calclip.embedded import build_model, build_tokenizer
 pytestmark = pytest.mark.slow
 
 FSDP = """
-import copy, json, sys
+import json, sys
 import torch
 from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -68,11 +68,10 @@ with torch.no_grad():
     with bf16_pass(converted):
         results["bf16 pass"] = torch.equal(logits(converted), expected)
     results["fp8 again"] = torch.equal(logits(converted), in_fp8) and not torch.equal(in_fp8, expected)
-    if precision == "policy":
-        whole_bf16 = copy.deepcopy(whole).bfloat16()
-        results["fp8 of the whole"] = torch.equal(in_fp8, logits(whole_bf16))
-    else:
-        results["fp8 of the whole"] = torch.equal(in_fp8, logits(whole))
+    if precision == "policy":  # which casts parameters, not buffers
+        for p in whole.parameters():
+            p.data = p.data.bfloat16()
+    results["fp8 of the whole"] = torch.equal(in_fp8, logits(whole))
 
 # each rank a half of the batch; gradients are averaged
 part = tokens[2 * rank : 2 * rank + 2]
@@ -82,13 +81,14 @@ for model, batch in ((converted, part), (whole, tokens)):
     output[..., 3].mean().backward()
 cosines = []
 for (name, p), q in zip(converted.named_parameters(), whole.parameters(), strict=True):
-    cosines.append(torch.cosine_similarity(p.grad.full_tensor().flatten(), q.grad.flatten(), dim=0).item())
+    cosines.append(torch.cosine_similarity(p.grad.full_tensor().flatten(), q.grad.float().flatten(), dim=0).item())
 results["gradient"] = min(cosines)
 
 optimizer = torch.optim.AdamW(converted.parameters(), lr=1e-3)
 optimizer.step()
 after = {name: value.clone() for name, value in named(converted).items()}
-results["moved"] = not torch.equal(after["model.norm.weight"], dict(whole.named_parameters())["model.norm.weight"])
+before = dict(build().named_parameters())
+results["moved"] = all(not torch.equal(after[name], before[name]) for name in after)
 
 # the sync's weights, by TRL's own gathering
 generation = VLLMGeneration.__new__(VLLMGeneration)
@@ -129,7 +129,7 @@ def test_fsdp2(tmp_path, recipe, precision):
     for rank in (0, 1):
         results = json.loads((tmp_path / f"rank{rank}.json").read_text())
         # per-tensor activation scales depend on the rows of a micro-batch: its gradient is another one
-        assert results.pop("gradient") > (0.9 if recipe == "tensorwise" else 0.999)
+        assert results.pop("gradient") > (0.9 if recipe == "tensorwise" else 0.99)
         assert all(results.values()), results
 
 
