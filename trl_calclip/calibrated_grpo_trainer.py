@@ -13,7 +13,7 @@ import random
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         num_rollouts (`int`): Rollout batches used up, over all resumes.
         num_calibrations (`int`): Calibrations that moved or confirmed the bounds.
         num_skipped_calibrations (`int`): Calibrations that found too little to go by; the bounds stayed.
-        calibration_history (`list[dict[str, float]]`): One record per calibration, skipped ones too.
+        calibration_history (`list[dict[str, float | None]]`): One record per calibration, skipped ones too.
         fp8_modules (`list[str]`): Names of the float8 linears.
 
     Example:
@@ -74,7 +74,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                 f"`args` must be a `CalibratedGRPOConfig`, got {type(args).__name__}. It takes every argument of "
                 "TRL's `GRPOConfig`: change the class name and keep the rest."
             )
-        engine = nullcontext()
+        engine: AbstractContextManager[None] = nullcontext()
         if args.use_vllm and args.vllm_mode == "colocate" and (args.fp8_active or args.calibrated_clip):
             engine = substituted_vllm_generation(
                 functools.partial(
@@ -98,13 +98,12 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             self._convert()
 
         self.reference_clip_range = args.reference_clip_range
-        start_at_reference = args.calibration_start_at_reference or not args.calibrated_clip
-        self.clip_range = self.reference_clip_range if start_at_reference else ClipRange(*args.calibration_start)
+        self.clip_range = args.start_clip_range
         self.num_rollouts = 0
         self.num_calibrations = 0
         self.num_skipped_calibrations = 0
-        self.calibration_history: list[dict[str, float]] = []
-        self._unlogged: dict[str, float] = {}
+        self.calibration_history: list[dict[str, float | None]] = []
+        self._unlogged: dict[str, float | None] = {}
         self._collector: TokenCollector | None = None
         self._rollout_step = 0
         self._bf16_pass_seconds = 0.0
@@ -214,6 +213,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
 
     def _calibrate(self, pool: TokenPool) -> None:
         args = self.args
+        assert self._collector is not None
         result, shares = calibrate(
             pool,
             self.accelerator,
@@ -253,7 +253,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.args.calibrated_clip and self.model.training and "train_runtime" not in logs:
             # Not through TRL's window average: a bound or a counter is what it is.
-            values = {
+            values: dict[str, Any] = {
                 **self._unlogged,
                 "lower": self.clip_range.lower,
                 "upper": self.clip_range.upper,

@@ -7,6 +7,7 @@ The order of the columns is the pool's only format: one row per completion token
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -156,7 +157,7 @@ def calibrate(
     Returns:
         `tuple[CalibrationResult, dict[str, float]]`: The result, and the shares of clipped tokens in this batch.
     """
-    answer = [None]
+    answer: list[Any] = [None]
     if accelerator.is_main_process:
         result = calibrate_clip_range(
             pool.fp8_ratio,

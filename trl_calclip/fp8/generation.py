@@ -9,6 +9,7 @@ sync, and the self-check. Generation itself is TRL's.
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -71,8 +72,8 @@ class FP8VLLMGeneration(HookedVLLMGeneration):
         super().__init__(*args, **kwargs)
         torch.set_num_threads(num_threads)  # the engine lowers it for the whole process
 
-    def engine_arguments(self) -> dict:
-        arguments = {"quantization": None, "dtype": "bfloat16"}
+    def engine_arguments(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"quantization": None, "dtype": "bfloat16"}
         if self.recipe is not None:
             # Only here: the module imports vLLM.
             from .vllm_reference import engine_arguments
