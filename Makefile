@@ -11,13 +11,16 @@ INSTALLED := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help install demo test test-fast lint format clean
+.PHONY: help install demo test test-fast coverage lint typecheck format docs newcomer clean
 
 help:
 	@echo "make demo       train a small FP8 policy on the CPU (ARGS=... goes to the example)"
 	@echo "make test       run every test that needs no GPU"
 	@echo "make test-fast  the same without vLLM engines and training runs"
-	@echo "make lint       check style;  make format  apply it"
+	@echo "make coverage   every test that needs no GPU, and a table of the lines that none of them ran"
+	@echo "make lint       check style and types;  make format  apply the style;  make typecheck  types alone"
+	@echo "make docs       build the documentation's site into site/"
+	@echo "make newcomer   follow README and drop-in guide literally, each in a clean clone and environment (long)"
 	@echo "make clean      remove build products and caches, not .venv"
 
 install: $(INSTALLED)
@@ -43,14 +46,31 @@ test: $(INSTALLED)
 test-fast: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not vllm and not slow" $(ARGS)
 
-lint: $(INSTALLED)
+# Lines that only run in processes of their own (launchers, servers) are not seen.
+coverage: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term $(ARGS)
+
+lint: typecheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+typecheck: $(INSTALLED)
+	$(BIN)/mypy
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	touch $@
+
+newcomer:
+	"$(PYTHON)" scripts/newcomer.py $(ARGS)
+
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

@@ -303,3 +303,19 @@ def test_calibration_defaults_for_tokens_and_for_completions(tmp_path):
     assert wide.calibration_upper_limits == pytest.approx([1.12, 2.0]) and wide.calibration_start == [0.5, 2.0]
     own = build(importance_sampling_level="sequence", calibration_min_tokens=7, calibration_start=[0.7, 1.5])
     assert own.calibration_min_tokens == 7 and own.calibration_start == [0.7, 1.5]
+
+
+def test_bounds_before_the_first_calibration(tmp_path):
+    def start(**settings):
+        return CalibratedGRPOConfig(output_dir=str(tmp_path), **{**BASE, **settings}).start_clip_range
+
+    assert start() == ClipRange(0.6, 1.8)
+    assert start(calibration_start=[0.7, 1.5]) == ClipRange(0.7, 1.5)
+    assert start(calibration_start_at_reference=True) == ClipRange.from_epsilons(0.2, 0.24)
+    assert start(calibrated_clip=False) == ClipRange.from_epsilons(0.2, 0.24)
+
+
+def test_nothing_is_emulated_without_a_recipe(tmp_path):
+    settings = {**BASE, "fp8_recipe": None, "calibrated_clip": False}
+    config = CalibratedGRPOConfig(output_dir=str(tmp_path), **settings)
+    assert config.emulate_on("cpu") is False and config.emulate_on("cuda") is False

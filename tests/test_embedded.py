@@ -119,6 +119,8 @@ def test_imperfect_demonstrations_stop_and_slip_as_often_as_asked():
     assert 0.36 < sum(solution != perfect for solution in stopped) / 2000 < 0.44
     slipped = [worked_solution(prompt, rng, slip_share=0.1) for _ in range(2000)]
     assert 0.69 < sum(solution == perfect for solution in slipped) / 2000 < 0.77  # 0.9 ** 3 = 0.729
+    with pytest.raises(ValueError, match="slip_share=0.1 need an rng"):
+        worked_solution(prompt, slip_share=0.1)
 
 
 def test_missing_reasoning_gym_names_the_extra(monkeypatch):

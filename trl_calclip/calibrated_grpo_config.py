@@ -6,7 +6,9 @@ import dataclasses
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -23,7 +25,7 @@ CALIBRATABLE_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 CALIBRATION_SCHEDULES = ("fixed", "adaptive")
 
 # The paper's, for one ratio per token.
-TOKEN_DEFAULTS = {
+TOKEN_DEFAULTS: dict[str, Any] = {
     "min_tokens": 1000,
     "lower_limits": [0.5, 0.9],
     "upper_limits": [1.2, 2.0],
@@ -327,7 +329,8 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
             self._check_calibration_cost()
 
     def _set_calibration_defaults(self) -> None:
-        low, high = self.epsilon, self.epsilon_high
+        low = self.epsilon
+        high = low if self.epsilon_high is None else self.epsilon_high
         if self.importance_sampling_level == "sequence":
             # Never wider than for tokens, whatever the reference bounds are.
             widest, near = TOKEN_DEFAULTS, SEQUENCE_NEAR
@@ -377,13 +380,21 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
         return ClipRange.from_epsilons(self.epsilon, epsilon_high)
 
     @property
+    def start_clip_range(self) -> ClipRange:
+        """The bounds before the first calibration; without calibration the reference bounds."""
+        if not self.calibrated_clip or self.calibration_start_at_reference or self.calibration_start is None:
+            return self.reference_clip_range
+        return ClipRange(*self.calibration_start)
+
+    @property
     def updates_per_rollout(self) -> int:
         """Optimizer steps that use one rollout batch."""
         return self.steps_per_generation * self.num_iterations // self.gradient_accumulation_steps
 
     def emulate_on(self, device_type: str) -> bool:
         """Whether float8 GEMMs are emulated on a device of this type. Raises: see `resolve_emulate`."""
-        return resolve_emulate(self.training_recipe, device_type, cuda_capability(), self.fp8_emulate)
+        recipe = self.training_recipe
+        return recipe is not None and resolve_emulate(recipe, device_type, cuda_capability(), self.fp8_emulate)
 
     def _read_strings(self) -> None:
         # The command line passes text for a field that also takes text.
@@ -518,15 +529,14 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
 
     def _check_pair_of_recipes(self) -> None:
         trainer, rollout = self.training_recipe, self.rollout_recipe
-        matching = trainer is None or trainer.matches(rollout)
-        if not matching and not self.fp8_allow_mismatch:
-            raise ValueError(
-                f"`fp8_recipe={self.fp8_recipe!r}` and `fp8_rollout={self.fp8_rollout!r}` quantize by different rules "
-                f"({trainer.scale_rule}; {rollout.scale_rule}): rollouts would come from another policy than the one "
-                "trained, by more than FP8 makes necessary. Leave `fp8_rollout` at 'auto', or set "
-                "`fp8_allow_mismatch=True`."
-            )
-        if not matching:
+        if trainer is not None and rollout is not None and not trainer.matches(rollout):
+            if not self.fp8_allow_mismatch:
+                raise ValueError(
+                    f"`fp8_recipe={self.fp8_recipe!r}` and `fp8_rollout={self.fp8_rollout!r}` quantize by different "
+                    f"rules ({trainer.scale_rule}; {rollout.scale_rule}): rollouts would come from another policy "
+                    "than the one trained, by more than FP8 makes necessary. Leave `fp8_rollout` at 'auto', or set "
+                    "`fp8_allow_mismatch=True`."
+                )
             warnings.warn(
                 f"Trainer ({trainer.name}) and rollout ({rollout.name}) quantize by different rules, as "
                 "`fp8_allow_mismatch=True` allows. Their payloads are not compared; watch the mismatch metrics.",
@@ -589,16 +599,15 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
         check_number("calibration_min_tokens", self.calibration_min_tokens, 1, integer=True)
         check_number("calibration_max_lower_step", self.calibration_max_lower_step, 0, open_end=True)
         check_number("calibration_max_upper_step", self.calibration_max_upper_step, 0, open_end=True)
-        _check_pair("calibration_lower_limits", self.calibration_lower_limits, 0.0, 1.0)
-        _check_pair("calibration_upper_limits", self.calibration_upper_limits, 1.0, math.inf)
+        lower_limits = _check_pair("calibration_lower_limits", self.calibration_lower_limits, 0.0, 1.0)
+        upper_limits = _check_pair("calibration_upper_limits", self.calibration_upper_limits, 1.0, math.inf)
         _check_pair("calibration_start", self.calibration_start, 0.0, math.inf)
-        reference = self.reference_clip_range
-        start = reference if self.calibration_start_at_reference else ClipRange(*self.calibration_start)
+        reference, start = self.reference_clip_range, self.start_clip_range
         for label, value, limits in (
-            ("lower reference bound `1 - epsilon`", reference.lower, self.calibration_lower_limits),
-            ("upper reference bound `1 + epsilon_high`", reference.upper, self.calibration_upper_limits),
-            ("lower start bound", start.lower, self.calibration_lower_limits),
-            ("upper start bound", start.upper, self.calibration_upper_limits),
+            ("lower reference bound `1 - epsilon`", reference.lower, lower_limits),
+            ("upper reference bound `1 + epsilon_high`", reference.upper, upper_limits),
+            ("lower start bound", start.lower, lower_limits),
+            ("upper start bound", start.upper, upper_limits),
         ):
             if not limits[0] <= value <= limits[1]:
                 raise ValueError(
@@ -662,7 +671,7 @@ def check_number(name: str, value, minimum: float, *, integer: bool = False, ope
         raise ValueError(f"`{name}` must be {'above' if open_end else 'at least'} {minimum}, got {value}.")
 
 
-def _check_pair(name: str, value, low: float, high: float) -> None:
+def _check_pair(name: str, value, low: float, high: float) -> Sequence[float]:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise TypeError(f"`{name}` must be two numbers, the smaller first, got {value!r}.")
     for number in value:
@@ -674,3 +683,4 @@ def _check_pair(name: str, value, low: float, high: float) -> None:
             + (f" and at most {high:g}" if math.isfinite(high) else "")
             + f", got {value!r}."
         )
+    return value

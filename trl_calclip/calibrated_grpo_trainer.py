@@ -63,7 +63,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         num_rollouts (`int`): Rollout batches used up, over all resumes.
         num_calibrations (`int`): Calibrations that moved or confirmed the bounds.
         num_skipped_calibrations (`int`): Calibrations that found too little to go by; the bounds stayed.
-        calibration_history (`list[dict[str, float]]`): One record per calibration, skipped ones too.
+        calibration_history (`list[dict[str, float | None]]`): One record per calibration, skipped ones too.
         fp8_modules (`list[str]`): Names of the float8 linears.
 
     Example:
@@ -102,13 +102,12 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             self._convert()
 
         self.reference_clip_range = args.reference_clip_range
-        start_at_reference = args.calibration_start_at_reference or not args.calibrated_clip
-        self.clip_range = self.reference_clip_range if start_at_reference else ClipRange(*args.calibration_start)
+        self.clip_range = args.start_clip_range
         self.num_rollouts = 0
         self.num_calibrations = 0
         self.num_skipped_calibrations = 0
-        self.calibration_history: list[dict[str, float]] = []
-        self._unlogged: dict[str, float] = {}
+        self.calibration_history: list[dict[str, float | None]] = []
+        self._unlogged: dict[str, float | None] = {}
         self._collector: TokenCollector | None = None
         self._rollout_step = 0
         self._micro_batch = 0  # of the rollout
@@ -300,6 +299,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
 
     def _calibrate(self, pool: TokenPool) -> None:
         args = self.args
+        assert self._collector is not None
         result, shares = calibrate(
             pool,
             reference=self.reference_clip_range,
@@ -343,7 +343,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.args.calibrated_clip and self.model.training and "train_runtime" not in logs:
             # Not through TRL's window average: a bound or a counter is what it is.
-            values = {
+            values: dict[str, Any] = {
                 **self._unlogged,
                 "lower": self.clip_range.lower,
                 "upper": self.clip_range.upper,

@@ -203,7 +203,8 @@ def save_surplus(directory: str, groups: list[Group]) -> None:
     if not groups:
         path.unlink(missing_ok=True)
         return
-    tensors, described = {}, []
+    tensors: dict[str, torch.Tensor] = {}
+    described = []
     for g, group in enumerate(groups):
         described.append({"rewards": group.rewards, "judged": group.judged, "ranks": group.ranks})
         for i, row in group.rows.items():

@@ -197,7 +197,16 @@ def worked_solution(
             Probability that the solution ends after a step drawn uniformly from all but the last.
         slip_share (`float`, *optional*, defaults to `0.0`):
             Probability, for each step, that its result is one too large or too small; later steps go on from there.
+
+    Raises:
+        ValueError: If a share is above 0 and there is no `rng`.
     """
+    if rng is None:
+        if stop_share or slip_share:
+            raise ValueError(
+                f"stop_share={stop_share} and slip_share={slip_share} need an rng: give one, or leave both at 0."
+            )
+        rng = random.Random()  # nothing is drawn from it
     total, steps = int(prompt[0]), []
     for sign, digit in zip(prompt[1:-1:2], prompt[2::2], strict=True):
         result = total + int(sign + digit)

@@ -179,11 +179,12 @@ def alignment_report(model: nn.Module, llm) -> AlignmentReport:
         if leaf.startswith("weight_scale"):
             continue
         parts = [f"{path.rpartition('.')[0]}.{part}".lstrip(".") for part in _parts(engine, path)]
-        found = [names.get(f"{part}.{leaf}") for part in parts]
-        if None in found:
+        found = [names[f"{part}.{leaf}"] for part in parts if f"{part}.{leaf}" in names]
+        if len(found) < len(parts):
             continue  # something of the engine's own; missing weights are found by name before a sync
         seen.update(found)
         if param.dtype is FP8_DTYPE:
+            assert engine_recipe is not None, f"{engine_name} is FP8 in an engine without quantization"
             layers += _compare_fp8(model, modules[path], [trainer[name][0] for name in found], engine_recipe)
         else:
             layers += _compare_bf16(model, param, [trainer[name][0] for name in found])

@@ -10,6 +10,7 @@ colocated engine; the server is in `server.py`.
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -178,8 +179,8 @@ class FP8VLLMGeneration(CheckedVLLMGeneration):
         super().__init__(*args, **kwargs)
         torch.set_num_threads(num_threads)  # the engine lowers it for the whole process
 
-    def engine_arguments(self) -> dict:
-        arguments = {"quantization": None, "dtype": "bfloat16"}
+    def engine_arguments(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"quantization": None, "dtype": "bfloat16"}
         if self.recipe is not None:
             # Only here: the module imports vLLM.
             from .vllm_reference import engine_arguments

@@ -5,6 +5,7 @@ The one table of FP8 recipes: how the trainer multiplies, what vLLM rolls out wi
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,7 +74,7 @@ class Recipe:
         return self.vllm_quantization == other.vllm_quantization
 
 
-_ROWWISE = {
+_ROWWISE: dict[str, Any] = {
     "scale_rule": "one scale per output channel of a weight and per token",
     "matmul": rowwise_matmul,
     "quantize_weight": lambda weight, amax: quantize_per_channel(weight),

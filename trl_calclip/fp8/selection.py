@@ -9,7 +9,7 @@ BF16. What the engine fuses goes one way as a whole: vLLM quantizes q/k/v, or ga
 import dataclasses
 import fnmatch
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from torchao.float8.float8_linear import Float8Linear
@@ -104,7 +104,7 @@ def select_linears(model: nn.Module, ignore: Sequence[str] = ()) -> Selection:
     )
 
 
-def _match(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+def _match(names: Collection[str], patterns: Sequence[str]) -> set[str]:
     matched: set[str] = set()
     for pattern in patterns:
         found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
