@@ -32,7 +32,8 @@ from benchmarks.header import header  # noqa: E402
 from trl_calclip import CalibratedDAPOConfig, CalibratedDAPOTrainer, embedded  # noqa: E402
 
 
-CONFIG = Path(__file__).parents[1] / "configs" / "dapo_demo.yaml"
+# Without the soft overlong punishment: by it, wrong answers of different lengths would differ in reward.
+CONFIG = Path(__file__).parents[1] / "configs" / "grpo_demo.yaml"
 
 
 def exact_reward(completions: list[str], entry: list[str], **columns) -> list[float]:
@@ -79,7 +80,8 @@ def run_one(seed: int, dynamic_sampling: bool, steps: int, directory: Path) -> N
         str(dynamic_sampling),
     ]
     arguments += ["--per_device_train_batch_size", "16", "--num_generations_eval", "4", "--disable_tqdm", "true"]
-    arguments += ["--per_device_eval_batch_size", "64", "--vllm_max_model_length", "112"]
+    arguments += ["--dynamic_sampling_surplus", "4"] if dynamic_sampling else []
+    arguments += ["--loss_type", "dapo", "--per_device_eval_batch_size", "64", "--vllm_max_model_length", "112"]
     (args,) = TrlParser(CalibratedDAPOConfig).parse_args_and_config(arguments)
     model = embedded.warm_start(directory.parent / f"warm_start_{seed}", seed=seed)
     trainer = CalibratedDAPOTrainer(
@@ -122,7 +124,7 @@ def trainer_completions(trainer: CalibratedDAPOTrainer, history: list[dict]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--output_dir", default="runs/benchmarks/dynamic_sampling")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -139,9 +139,11 @@ def test_wrong_settings_are_refused(overrides, error, message):
         CalibratedDAPOConfig(**{"use_cpu": True, "steps_per_generation": 4, "report_to": "none", **overrides})
 
 
-def test_wrong_arguments_are_refused(make, toy_path):
+def test_wrong_arguments_are_refused(make, toy_path, toy_dataset):
     with pytest.raises(TypeError, match="must be a `CalibratedDAPOConfig`, got GRPOConfig"):
         CalibratedDAPOTrainer(toy_path, zero_reward, GRPOConfig(use_cpu=True, report_to="none"))
+    with pytest.raises(NotImplementedError, match="column images.*`dynamic_sampling=False`"):
+        make(dataset=toy_dataset.add_column("images", [[]] * len(toy_dataset)))
     with pytest.raises(ValueError, match="must name one reward function.*half_uniform_reward"):
         make(dynamic_sampling_metric="accuracy")
 

@@ -32,6 +32,10 @@ def parameters(function) -> list[str]:
 def test_overridden_hooks_exist_with_their_arguments():
     assert parameters(GRPOTrainer._prepare_inputs) == ["self", "generation_batch"]
     assert parameters(GRPOTrainer._compute_loss) == ["self", "model", "inputs"]
+    assert parameters(GRPOTrainer._generate_and_score_completions) == ["self", "inputs"]
+    rewards = ["self", "inputs", "prompts", "completions", "completion_ids_list"]
+    assert parameters(GRPOTrainer._calculate_rewards) == rewards
+    assert parameters(Trainer._remove_unused_columns) == ["self", "dataset", "description"]
     assert parameters(GRPOTrainer.training_step) == ["self", "model", "inputs", "num_items_in_batch"]
     assert parameters(GRPOTrainer._load_optimizer_and_scheduler) == ["self", "checkpoint"]
     assert parameters(GRPOTrainer.log) == ["self", "logs", "start_time"]
@@ -61,6 +65,21 @@ def test_rollout_is_buffered_and_counted_as_we_assume(make_trainer):
     assert len(trainer._buffered_inputs) == 4 and trainer._step == 4
     expected = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_per_token_logps"}
     assert expected <= set(trainer._buffered_inputs[0])
+
+
+def test_a_round_keeps_its_metrics_to_itself_and_rewards_are_gathered(make_trainer):
+    """Dynamic sampling merges the metrics of several rounds; TRL appends one value per call, and sets a total."""
+    trainer = make_trainer()
+    trainer.model.train()
+    examples = [trainer.train_dataset[i // 4] for i in range(8)]
+    batch, rewards, metrics = trainer.generate_round(examples)
+    assert batch["completion_ids"].size(0) == 8 and rewards.shape == (8, 1)
+    assert not trainer._metrics["train"]
+    assert metrics["reward"] == pytest.approx(rewards.mean().item()) and metrics["num_tokens"] > 0
+    trainer.log_in_training(metrics)
+    trainer.log_in_training(metrics)
+    assert trainer._metrics["train"]["reward"] == [metrics["reward"]] * 2
+    assert trainer._metrics["train"]["num_tokens"] == [metrics["num_tokens"]]
 
 
 def test_checkpoint_saves_the_model_before_the_trainer_state():
@@ -120,6 +139,11 @@ PRIVATE = {
     "driver_worker",
     "model_runner",
     "_generate",
+    "_generate_and_score_completions",
+    "_calculate_rewards",
+    "_rewards_per_func",
+    "_remove_unused_columns",
+    "_metrics",
 }
 
 

@@ -91,6 +91,12 @@ class CalibratedDAPOTrainer(CalibratedGRPOTrainer):
         self._surplus: list[Group] = []
         if not args.dynamic_sampling:
             return
+        images = {"image", "images"} & set(self.train_dataset.column_names or [])
+        if images:
+            raise NotImplementedError(
+                f"The dataset has images (column {', '.join(images)}), which dynamic sampling cannot take apart into "
+                "completions. Set `dynamic_sampling=False`."
+            )
         self._prompts = PromptStream(self.training_dataset(), shuffle=self.shuffle_dataset, seed=args.seed)
         self._judging_column = self._find_judging_column()
         if not args.calibrated_clip:
