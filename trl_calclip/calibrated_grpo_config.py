@@ -288,6 +288,7 @@ class CalibratedGRPOConfig(GRPOConfig):
         if active:
             self._check_fp8()
         if self.calibrated_clip:
+            self._check_checkpoints("calibrated_clip")
             self._set_calibration_defaults()
             self._check_calibration()
             self._check_calibration_cost()
@@ -443,6 +444,15 @@ class CalibratedGRPOConfig(GRPOConfig):
                 )
         check_number("fp8_sync_check_interval", self.fp8_sync_check_interval, 0, integer=True)
         check_number("fp8_sync_check_limit", self.fp8_sync_check_limit, 0, open_end=True)
+
+    def _check_checkpoints(self, setting: str) -> None:
+        """Called where checkpoints must be taken between two rollouts, as `setting` wants it."""
+        if self.enable_jit_checkpoint:
+            raise ValueError(
+                f"`enable_jit_checkpoint=True` does not go with `{setting}=True`: it takes a checkpoint at any step, "
+                "inside a rollout too, whose prompts would be used again after a resume. Leave it at False: SIGTERM "
+                "takes a checkpoint at the end of the rollout and ends training without it."
+            )
 
     def _check_pair_of_recipes(self) -> None:
         trainer, rollout = self.training_recipe, self.rollout_recipe
