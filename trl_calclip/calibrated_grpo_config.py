@@ -37,6 +37,14 @@ SEQUENCE_FAR = 100.0
 SEQUENCE_MAX_STEP = 10.0
 SEQUENCE_START = 20.0
 
+# TRL's own: a value outside a `Literal` passes its parser, and some of these are looked at only during training.
+_CHOICES = {
+    "vllm_mode": ("colocate", "server"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+
 _TRL_DEFAULTS = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
 
 
@@ -282,6 +290,8 @@ class CalibratedGRPOConfig(GRPOConfig):
             )
         if active and self.epsilon_high is None:
             self.epsilon_high = 0.24
+        if active:
+            self._check_what_trl_reads()
 
         super().__post_init__()
 
@@ -362,6 +372,9 @@ class CalibratedGRPOConfig(GRPOConfig):
             self.fp8_rollout = "off"
 
     def _check_fp8_names(self) -> None:
+        for name in ("calibrated_clip", "calibration_use_sampling_probs", "calibration_start_at_reference"):
+            if not isinstance(vars(self)[name], bool):
+                raise TypeError(f"`{name}` must be True or False, got {vars(self)[name]!r}.")
         for name, value in (("fp8_recipe", self.fp8_recipe), ("fp8_rollout", self.fp8_rollout)):
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"`{name}` must be a recipe's name, got {value!r}.")
@@ -400,6 +413,24 @@ class CalibratedGRPOConfig(GRPOConfig):
                 f"`fp8_emulate={self.fp8_emulate}` has no effect with `fp8_recipe=None`: the trainer runs in BF16. "
                 "Set a recipe, or leave `fp8_emulate` at None."
             )
+
+    def _check_what_trl_reads(self) -> None:
+        """TRL's own settings that FP8 and calibration build on, and that TRL takes as they come."""
+        for name in ("steps_per_generation", "max_completion_length"):
+            if vars(self)[name] is not None:
+                check_number(name, vars(self)[name], 1, integer=True)
+        for name in ("num_iterations", "gradient_accumulation_steps", "per_device_train_batch_size"):
+            check_number(name, vars(self)[name], 1, integer=True)
+        for name in ("epsilon", "epsilon_high", "beta", "learning_rate"):
+            check_number(name, vars(self)[name], 0)
+        check_number("temperature", self.temperature, 0, open_end=True)
+        check_number("top_entropy_quantile", self.top_entropy_quantile, 0)
+        for name in ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"):
+            if vars(self)[name] is not None:
+                check_number(name, vars(self)[name], 0, open_end=name.endswith("max"))
+        for name, choices in _CHOICES.items():
+            if vars(self)[name] not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {vars(self)[name]!r}.")
 
     def _check_fp8(self) -> None:
         if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" or "ACCELERATE_FP8_BACKEND" in os.environ:
