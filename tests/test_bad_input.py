@@ -213,7 +213,7 @@ def test_config(tmp_path, config, overrides, error, message):
     with pytest.raises(error, match=message) as caught:
         config(output_dir=str(tmp_path), **{**BASE, **overrides})
     if not any(name in overrides for name in THEIR_WORDS):
-        assert any(name in str(caught.value) for name in [*overrides, "reference bound"])
+        assert any(name in str(caught.value) for name in overrides)
         assert REMEDY.search(str(caught.value))
 
 
@@ -222,7 +222,7 @@ def test_config(tmp_path, config, overrides, error, message):
 FILES = [
     ("calibration_intervall: 4", ValueError, "calibration_intervall"),
     ("fp8_recipie: rowwise", ValueError, "fp8_recipie"),
-    ("calibrated_clip: maybe", TypeError, "`calibrated_clip` must be True or False, got 'maybe'"),
+    ("calibrated_clip: maybe", SystemExit, "argument --calibrated_clip.*got maybe"),
     ("calibration_interval: 2.5", TypeError, "`calibration_interval` must be an integer"),
     ("calibration_lower_limits: 0.5", TypeError, "`calibration_lower_limits` must be two numbers"),
     ("calibration_lower_limits: [0.5, 0.9, 1.0]", TypeError, "`calibration_lower_limits` must be two numbers"),
@@ -242,18 +242,21 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("text", "error", "message"), FILES, ids=[row[0] for row in FILES])
-def test_yaml(tmp_path, text, error, message):
+def test_yaml(tmp_path, capsys, text, error, message):
     path = tmp_path / "run.yaml"
     path.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nsteps_per_generation: 4\n{text}\n")
-    with pytest.raises(error, match=message):
-        TrlParser(CalibratedGRPOConfig).parse_args_and_config(["--config", str(path)])
+    assert_refused(["--config", str(path)], capsys, error, message)
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), COMMANDS, ids=[" ".join(row[0]) for row in COMMANDS])
 def test_command_line(tmp_path, capsys, arguments, error, message):
     given = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--steps_per_generation", "4", *arguments]
+    assert_refused(given, capsys, error, message)
+
+
+def assert_refused(arguments, capsys, error, message):
     with pytest.raises(error) as caught:
-        TrlParser(CalibratedGRPOConfig).parse_args_and_config(given)
+        TrlParser(CalibratedGRPOConfig).parse_args_and_config(arguments)
     assert re.search(message, capsys.readouterr().err if error is SystemExit else str(caught.value))
 
 
@@ -297,7 +300,7 @@ def vision_model():
     text = transformers.LlamaConfig(
         vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
-    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(vision, text, image_token_index=5))
+    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(vision_config=vision, text_config=text))
 
 
 def quantized():
@@ -320,12 +323,12 @@ ARGUMENTS = {
     "model is a number": (lambda d: {"model": 7}, TypeError, "`model` must be a name.*got int"),
     "model's path is missing": (
         lambda d: {"model": "/nowhere/model"}, ValueError, "`model='/nowhere/model'` is a path.*Give"),
-    "model's directory is empty": (lambda d: {"model": str(d)}, OSError, "config.json"),
+    "model's directory is empty": (lambda d: {"model": str(d)}, ValueError, "`model=.*without `config.json`. Give"),
     "model is an encoder": (
         lambda d: {"model": encoder(d)}, ValueError, "`model` must be a causal language model.*Use"),
     "model is an encoder-decoder": (
         lambda d: {"model": encoder_decoder(d)}, ValueError, "T5ForConditionalGeneration is none.*Use a checkpoint"),
-    "model has no head": (lambda d: {"model": headless(d)}, Exception, "causal|generat"),
+    "model has no head": (lambda d: {"model": headless(d)}, ValueError, "Qwen3Model is none.*Use"),
     "model reads images": (
         lambda d: {"model": vision_model(), **WITH_TOKENIZER}, NotImplementedError, "with a vision tower.*Use a text"),
     "weights are FP16": (

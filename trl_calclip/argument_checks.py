@@ -38,7 +38,14 @@ def _check_model(model) -> None:
             f"`model` must be a name, a directory or a loaded model, got {type(model).__name__}. Use the name of a "
             "causal language model, such as 'Qwen/Qwen3-0.6B'."
         )
-    if isinstance(model, str) and model.startswith(("/", "./", "../")) and not os.path.isdir(model):
+    if not isinstance(model, str):
+        return
+    if os.path.isdir(model) and not os.path.exists(os.path.join(model, "config.json")):
+        raise ValueError(
+            f"`model={model!r}` is a directory without `config.json`. Give one that `save_pretrained` wrote; of an "
+            "adapter load the model with `peft` and pass it."
+        )
+    if model.startswith(("/", "./", "../")) and not os.path.isdir(model):
         raise ValueError(
             f"`model={model!r}` is a path, and there is no such directory. Give the directory of a saved model, or "
             "its name on the Hub."

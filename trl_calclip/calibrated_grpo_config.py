@@ -379,13 +379,13 @@ class CalibratedGRPOConfig(GRPOConfig):
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"`{name}` must be a recipe's name, got {value!r}.")
         if self.fp8_recipe is not None:
-            get_recipe(self.fp8_recipe)
+            _check_recipe("fp8_recipe", self.fp8_recipe)
         if self.fp8_rollout not in ("auto", "off"):
             if self.fp8_rollout is None:
                 raise ValueError(
                     "`fp8_rollout` must be 'auto', 'off' or a recipe's name, got None. Use 'off' for BF16."
                 )
-            get_recipe(self.fp8_rollout)
+            _check_recipe("fp8_rollout", self.fp8_rollout)
         if self.fp8_rollout != "auto" and not self.use_vllm:
             raise ValueError(
                 f"`fp8_rollout={self.fp8_rollout!r}` has no effect without vLLM: rollouts then come from the "
@@ -396,7 +396,10 @@ class CalibratedGRPOConfig(GRPOConfig):
         if not isinstance(self.fp8_ignore, (list, tuple)) or not all(isinstance(p, str) for p in self.fp8_ignore):
             raise TypeError(f"`fp8_ignore` must be a list of patterns, got {self.fp8_ignore!r}.")
         if self.fp8_ignore and not self.fp8_active:
-            raise ValueError(f"`fp8_ignore={self.fp8_ignore}` has no effect: neither trainer nor rollout runs in FP8.")
+            raise ValueError(
+                f"`fp8_ignore={self.fp8_ignore}` has no effect: neither trainer nor rollout runs in FP8. Set a "
+                "recipe, or leave it empty."
+            )
         for name in ("fp8_allow_mismatch", "fp8_allow_moe", "fp8_kv_cache"):
             value = vars(self)[name]
             if not isinstance(value, bool):
@@ -573,7 +576,7 @@ class CalibratedGRPOConfig(GRPOConfig):
                 raise ValueError(
                     f"The {label} is {value:.6g}, outside its calibration limits {limits}: without noise the "
                     "calibration could not return to the reference. Widen `calibration_lower_limits` or "
-                    "`calibration_upper_limits`, or move the bound."
+                    "`calibration_upper_limits`, or move the bound (`epsilon`, `epsilon_high`, `calibration_start`)."
                 )
 
     def _check_calibration_cost(self) -> None:
@@ -621,6 +624,13 @@ class CalibratedGRPOConfig(GRPOConfig):
                 f"`calibration_interval={self.calibration_interval}`, the adaptive schedule's shortest regular "
                 "distance. Raise the one or lower the other."
             )
+
+
+def _check_recipe(name: str, value: str) -> None:
+    try:
+        get_recipe(value)
+    except ValueError as error:
+        raise ValueError(f"`{name}`: {error}") from None
 
 
 def check_number(name: str, value, minimum: float, *, integer: bool = False, open_end: bool = False) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ._trl_compat import HookedGRPOTrainer, substituted_vllm_generation
@@ -100,8 +101,14 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                     check_limit=args.fp8_sync_check_limit,
                 )
             )
-        with engine:
-            super().__init__(model, reward_funcs, args, *others, **kwargs)
+        try:
+            with engine:
+                super().__init__(model, reward_funcs, args, *others, **kwargs)
+        except AttributeError as error:
+            # TRL asks every model for what only causal ones have.
+            if isinstance(error.obj, PreTrainedModel):
+                refuse_unsuited(error.obj)
+            raise
 
         # What is refused is refused before the model is changed: the user may try again with the same instance.
         if args.fp8_active:
