@@ -100,12 +100,12 @@ def test_checkpoints_wait_for_the_end_of_a_rollout(make_trainer, tmp_path):
 
 def test_resume_from_inside_a_rollout_is_said_and_counts_from_there(make_trainer, tmp_path, caplog):
     """Training ended at step 10 of rollouts of four. TRL begins a rollout with the resume: they end at 14 and 18."""
-    make_trainer(max_steps=10, save_strategy="steps", save_steps=10).train()
+    make_trainer(max_steps=10, save_strategy="steps", save_steps=3).train()
     trainer = make_trainer(max_steps=19, save_strategy="steps", save_steps=3)
     trainer.train(resume_from_checkpoint=True)
     assert "Resuming inside a rollout, at step 10 with 4 steps a rollout" in caplog.text
     saved = sorted(int(name.split("-")[1]) for name in os.listdir(tmp_path / "run") if name.startswith("checkpoint"))
-    assert saved == [10, 14, 18, 19]
+    assert saved == [4, 8, 10, 14, 18, 19]
 
 
 def test_state_is_complete_before_trainer_state(make_trainer, tmp_path):
