@@ -392,9 +392,9 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             super().write_checkpoint(model, trial)
         except Exception as error:
             error.add_note(
-                f"The checkpoint of step {self.state.global_step} could not be written, and is incomplete: it will be "
-                "skipped. Earlier ones are as they were. Is the disk full? Free space, set `save_total_limit`, and "
-                "resume with `resume_from_checkpoint=True`."
+                f"The checkpoint of step {self.state.global_step} could not be written to its end; a resume skips it "
+                "where it is incomplete. Earlier ones are as they were. Is the disk full? Free space, set "
+                "`save_total_limit`, and resume with `resume_from_checkpoint=True`."
             )
             raise
 
