@@ -10,50 +10,16 @@ a scale per linear). Standard errors are over completions.
 """
 
 import argparse
-import gc
 import math
-import os
 
+import torch
+import transformers
+from transformers import AutoTokenizer
 
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
-
-from benchmarks.header import header  # noqa: E402
-from benchmarks.models import completion_logps, convert, load_masters, prepare, prompts  # noqa: E402
-from trl_calclip.fp8.recipes import RECIPES  # noqa: E402
-
-
-def sample(path: str, scheme: str, prompt_ids: list[list[int]], tokens: int):
-    """Completions of an FP8 engine: sequences, lengths and log-probabilities, lists of one entry per prompt."""
-    from vllm import LLM, SamplingParams
-
-    from trl_calclip.fp8.vllm_reference import engine_arguments
-
-    threads = torch.get_num_threads()
-    llm = LLM(
-        model=path, dtype="bfloat16", enforce_eager=True, max_model_len=256, max_num_seqs=16, seed=0,
-        logprobs_mode="processed_logprobs", disable_log_stats=True, **engine_arguments(scheme, []),
-    )  # fmt: skip
-    params = SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0, seed=1)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], params, use_tqdm=False)
-    completions = [list(output.outputs[0].token_ids) for output in outputs]
-    logps = [
-        torch.tensor([entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, ids, strict=True)])
-        for output, ids in zip(outputs, completions, strict=True)
-    ]
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    gc.collect()
-    torch.set_num_threads(threads)
-    sequences = [prompt + ids for prompt, ids in zip(prompt_ids, completions, strict=True)]
-    return sequences, [len(ids) for ids in completions], logps
+from benchmarks.header import header
+from benchmarks.models import convert, load_masters, prepare, prompts
+from trl_calclip.fp8.recipes import RECIPES
+from trl_calclip.offline import completion_logps, sample_with_engine
 
 
 @torch.no_grad()
@@ -74,8 +40,9 @@ def measure(name: str, path: str, recipes: list[str], completions: int, tokens: 
     for recipe in recipes:
         scheme = RECIPES[recipe].vllm_quantization
         if scheme not in sampled:
-            sampled[scheme] = sample(path, scheme, prompt_ids, tokens)
-        sequences, lengths, logps = sampled[scheme]
+            sampled[scheme] = sample_with_engine(path, scheme, prompt_ids, tokens)
+        rollout = sampled[scheme]
+        sequences, lengths, logps = rollout.sequences, rollout.lengths, rollout.logps
         results[recipe] = {
             "bf16": gap(load_masters(path, trained=True), sequences, lengths, logps),
             "aligned": gap(convert(load_masters(path, trained=True), recipe, aligned=True), sequences, lengths, logps),

@@ -19,23 +19,16 @@ from torchao.float8.float8_linear import Float8Linear
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from trl_calclip import embedded
+from trl_calclip.cli import PROMPTS
 from trl_calclip.fp8.blockwise import dequantize_blocks, dequantize_groups, quantize_blocks, quantize_groups
 from trl_calclip.fp8.linear import convert_to_fp8
 from trl_calclip.fp8.quantizers import float32_matmul
 from trl_calclip.fp8.recipes import RECIPES
 from trl_calclip.fp8.selection import select_linears
+from trl_calclip.offline import completion_logps
 
 
-PROMPTS = [
-    "The capital of France is",
-    "Here is a short story about a robot who learned to paint.",
-    "To sort a list of numbers in Python, you can",
-    "Three reasons to drink more water:",
-    "Q: What is 17 + 25? A:",
-    "The history of the steam engine begins",
-    "Dear Sir or Madam, I am writing to",
-    "Once upon a time in a village by the sea",
-]
+__all__ = ["completion_logps", "convert", "load_masters", "prepare", "prompts"]
 
 
 def prepare(name: str, cache: str) -> str:
@@ -140,23 +133,3 @@ def convert(model: PreTrainedModel, recipe: str, *, aligned: bool) -> PreTrained
         object.__setattr__(config, "emulate", True)
         model.set_submodule(name, _DefaultLinear.from_float(linear, config=config))
     return model
-
-
-def completion_logps(
-    model: PreTrainedModel, sequences: list[list[int]], lengths: list[int], rows: int = 8
-) -> list[torch.Tensor]:
-    """
-    Log-probabilities of the last `lengths[i]` tokens of each sequence, under BF16 autocast; one tensor per sequence.
-
-    Sequences run in micro-batches of `rows`, padded on the right, where a causal model does not look.
-    """
-    result = []
-    for start in range(0, len(sequences), rows):
-        part = sequences[start : start + rows]
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(sequence) for sequence in part], batch_first=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(ids, use_cache=False).logits
-        logps = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        for row, sequence, length in zip(logps, part, lengths[start : start + rows], strict=True):
-            result.append(row[len(sequence) - 1 - length : len(sequence) - 1])
-    return result

@@ -106,7 +106,7 @@ def test_no_tokens_give_an_empty_pool_and_a_skipped_calibration():
 
 def make_pool(fp8, bf16, advantages):
     ones = torch.ones(len(fp8), dtype=torch.float64)
-    return TokenPool(*(torch.tensor(x, dtype=torch.float64) for x in (fp8, bf16, advantages)), ones, ones, ones, ones)
+    return TokenPool(*(torch.tensor(x, dtype=torch.float64) for x in (fp8, bf16, advantages)), *6 * [ones])
 
 
 def test_clip_metrics_by_hand():

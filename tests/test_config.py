@@ -25,6 +25,14 @@ BASE = {"use_cpu": True, "steps_per_generation": 4, "report_to": "none"}
         {"calibration_upper_limits": [1.05, 3.0], "epsilon_high": 0.1},
         {"fp8_emulate": False},
         {"use_vllm": True, "fp8_rollout": "off"},
+        {"use_vllm": True, "vllm_mode": "server"},
+        {
+            "use_vllm": True,
+            "vllm_mode": "server",
+            "fp8_weight_transfer_dir": "/dev/shm",
+            "fp8_rollout": "blockwise",
+            "fp8_allow_mismatch": True,
+        },
         {"use_vllm": True, "fp8_rollout": "rowwise", "fp8_recipe": None, "calibrated_clip": False},
     ],
     ids=str,
@@ -68,6 +76,18 @@ def test_recipes_of_the_two_sides(tmp_path):
     assert baseline.training_recipe is None and baseline.rollout_recipe.name == "rowwise" and baseline.fp8_active
     assert build().reference_clip_range == ClipRange(0.8, 1.24)
     assert build(gradient_accumulation_steps=2, num_iterations=3).updates_per_rollout == 6
+
+
+def test_own_generation_only_where_it_is_asked_for(tmp_path):
+    def build(**overrides):
+        return CalibratedGRPOConfig(output_dir=str(tmp_path), **{**BASE, **overrides}).checked_vllm
+
+    plain = {"fp8_recipe": None, "calibrated_clip": False}
+    server = {"use_vllm": True, "vllm_mode": "server"}
+    assert not build() and not build(**plain, use_vllm=True) and not build(**plain, **server)
+    assert build(use_vllm=True) and build(**server) and build(**server, fp8_rollout="off")
+    assert build(**plain, **server, fp8_weight_transfer="filesystem")
+    assert build(**plain, **server, fp8_weight_transfer_dir="/dev/shm")
 
 
 def test_masking_rollout_correction_warns(tmp_path):

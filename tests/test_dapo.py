@@ -320,6 +320,21 @@ def test_checkpoints_without_or_with_damaged_state(make, tmp_path, caplog):
     assert resumed.prompts_used[0] == first.prompts_used[0]
 
 
+def test_a_rollout_that_fails_uses_no_prompt(make):
+    calls = []
+
+    def failing_reward(completions, **kwargs):
+        calls.append(len(completions))
+        if len(calls) == 2:
+            raise RuntimeError("the verifier is down")
+        return [0.0] * len(completions)
+
+    trainer = make(failing_reward, calibrated_clip=False)
+    with pytest.raises(RuntimeError, match="verifier is down"):
+        trainer.train()
+    assert len(calls) == 2 and trainer._prompts.position == 0
+
+
 # Surplus, with the real engine
 
 

@@ -110,10 +110,7 @@ for loss_type in ("grpo", "dapo"):
 """
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_bf16_baseline_has_one_loss_and_gradient_on_one_two_and_four_ranks(
-    make_trainer, toy_path, tmp_path, loss_type
-):
+def test_bf16_baseline_has_one_loss_and_gradient_on_one_two_and_four_ranks(make_trainer, toy_path, tmp_path):
     recorder = make_trainer(
         per_device_train_batch_size=16, steps_per_generation=2, max_steps=1, bf16=False, fp8_recipe=None,
         calibrated_clip=False,

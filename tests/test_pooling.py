@@ -35,6 +35,8 @@ def make_rows(count: int, seed: int = 0) -> torch.Tensor:
         torch.rand(count, generator=generator),
         number // 16,
         number % 16,
+        torch.rand(count, generator=generator),
+        0.1 * draw[1],
     ]
     return torch.stack([column.float() for column in columns], dim=1)
 
@@ -78,7 +80,9 @@ def test_bounds_do_not_depend_on_the_number_of_threads():
     answers = set()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        answers.add(repr(solve(pool)))
+        result, shares = solve(pool)
+        # The diagnostics beside it are means, and may differ in their last digits.
+        answers.add(repr((result, shares["clip_frac_low_neg_fp8_target"])))
     torch.set_num_threads(before)
     assert len(answers) == 1
 

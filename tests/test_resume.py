@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 import torch
+from launching import torchrun
 
 from trl_calclip import ClipRange
-from trl_calclip.checkpoint import STATE_NAME, read_state, write_state
+from trl_calclip.checkpoint import STATE_NAME, check_world, read_state, write_state
 
 
 STATE = {
@@ -144,3 +145,80 @@ def test_damaged_state_stops_the_resume(make_trainer, tmp_path):
     (tmp_path / "run" / "checkpoint-4" / STATE_NAME).write_text("{")
     with pytest.raises(ValueError, match="is damaged.*Resume from another checkpoint"):
         make_trainer(max_steps=8, **settings).train(resume_from_checkpoint=True)
+
+
+WORLD = {"num_processes": 2, "completions_per_rollout": 32, "completions_per_step": 8}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"completions_per_rollout": 16}, r"2 processes with 32 completions per rollout, and this run has 1 .* 16"),
+        ({"completions_per_step": 4}, "8 over all processes, or resume on 2 processes"),
+    ],
+)
+def test_another_world_size_needs_the_same_batches(changed, message, caplog):
+    with pytest.raises(ValueError, match=message):
+        check_world(WORLD, {**WORLD, "num_processes": 1, **changed})
+    check_world(WORLD, {**WORLD, **changed})  # the user's own change, on as many processes
+    assert not caplog.records
+    check_world(WORLD, {**WORLD, "num_processes": 1})
+    assert "Resuming on 1 processes from a checkpoint of 2" in caplog.text
+
+
+TWO_RANKS = """
+import sys
+from datasets import Dataset
+from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer
+
+args = CalibratedGRPOConfig(
+    output_dir=sys.argv[2], per_device_train_batch_size=4, num_generations=4, steps_per_generation=4,
+    max_completion_length=8, learning_rate=1e-3, lr_scheduler_type="constant", max_steps=8, calibration_interval=2,
+    calibration_min_tokens=1, save_strategy="steps", save_steps=8, report_to="none", use_cpu=True, disable_tqdm=True,
+    seed=7, gradient_checkpointing=False,
+)
+trainer = CalibratedGRPOTrainer(
+    sys.argv[1],
+    lambda completions, **_: [sum(c.count(d) for d in "02468") / max(len(c), 1) for c in completions],
+    args,
+    train_dataset=Dataset.from_dict({"prompt": [f"{i % 10}+{i // 10}=" for i in range(64)]}),
+)
+trainer.train()
+"""
+
+
+def test_checkpoint_of_two_ranks_on_one(make_trainer, toy_path, tmp_path):
+    """Bounds, schedule, optimizer and place in the dataset go on; with other batch sizes the resume is refused."""
+    torchrun(tmp_path, TWO_RANKS, toy_path, tmp_path / "run", ranks=2)
+    checkpoint = tmp_path / "run" / "checkpoint-8"
+    state = read_state(checkpoint)
+    assert state["world"] == {"num_processes": 2, "completions_per_rollout": 32, "completions_per_step": 8}
+    assert (state["num_rollouts"], state["num_calibrations"]) == (2, 1)
+
+    settings = {"max_steps": 16, "save_strategy": "no"}
+    with pytest.raises(ValueError, match="this run has 1 processes with 16: the place in the dataset would be lost"):
+        make_trainer(**settings).train(resume_from_checkpoint=str(checkpoint))
+
+    seen: list[list[str]] = []
+
+    def reward(prompts, completions, **kwargs):
+        seen.append(list(prompts))
+        return [float(len(text)) for text in completions]
+
+    def prompts_of(resume: bool, **others) -> list[set[str]]:
+        seen.clear()
+        trainer = make_trainer(trainer={"reward_funcs": reward}, per_device_train_batch_size=8, **settings, **others)
+        first = dict(trainer.model.named_parameters())["model.norm.weight"].detach().clone()
+        trainer.train(resume_from_checkpoint=str(checkpoint) if resume else None)
+        assert trainer.state.global_step == 16 and trainer.num_rollouts == 4
+        assert torch.equal(first, torch.ones_like(first))
+        moments = [state["step"].item() for state in trainer.optimizer.state.values()]
+        assert set(moments) == {16.0}  # of which eight were those of the checkpoint
+        assert [record["rollout"] for record in trainer.calibration_history] == [0, 2]
+        if resume:
+            assert trainer.calibration_history[0] == state["calibration_history"][0]
+        return [set(batch) for batch in seen]
+
+    whole, resumed = prompts_of(False), prompts_of(True)
+    assert len(whole) == 4 and len(resumed) == 2
+    assert resumed == whole[2:] and not resumed[0] & whole[0]

@@ -16,6 +16,7 @@ import trl.generation.vllm_generation as vllm_generation_module
 import trl.trainer.grpo_trainer as grpo_trainer_module
 from transformers import Trainer
 from trl import GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 
 import trl_calclip
 from trl_calclip import _trl_compat
@@ -45,8 +46,38 @@ def test_overridden_hooks_exist_with_their_arguments():
     assert parameters(Trainer._get_grad_norm) == ["self", "model", "grad_norm"]
     assert parameters(GRPOTrainer._generate_single_turn)[:2] == ["self", "prompt_ids"]
     assert parameters(Trainer.save_model) == ["self", "output_dir", "_internal_call"]
+    assert parameters(Trainer._save_checkpoint) == ["self", "model", "trial"]
     assert parameters(VLLMGeneration._init_vllm) == ["self"]
     assert parameters(VLLMGeneration.sync_weights) == parameters(VLLMGeneration._iter_named_params) == ["self"]
+
+
+def test_requests_of_the_client_pass_through_two_methods():
+    assert parameters(VLLMClient._get) == parameters(VLLMClient._post) == ["self", "url", "kwargs"]
+    for name in ("generate", "init_communicator", "update_named_params", "_start_weight_update"):
+        source = inspect.getsource(vars(VLLMClient)[name])
+        assert "self.session" not in source and ("self._post" in source or "self._start_weight_update" in source)
+    assert "self.check_server(connection_timeout)" in inspect.getsource(VLLMClient.__init__)
+
+
+def test_generation_by_a_server_asks_the_client_in_the_main_process_and_broadcasts():
+    source = inspect.getsource(VLLMGeneration.generate)
+    server = source[source.index('if self.mode == "server"') :]
+    main, broadcast = server.index("self.vllm_client.generate("), server.index("broadcast_object_list(")
+    assert server.index("if accelerator.is_main_process") < main < broadcast
+    assert "all_logprobs[process_slice] if all_logprobs is not None else None" in server
+
+
+def test_one_weight_transfer_session_quantizes_anew():
+    """Read in vLLM: its NCCL engine restores and finalizes layer by layer, which is what `reload_weights` does."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    assert "initialize_layerwise_reload(self.model)" in inspect.getsource(NCCLWeightTransferEngine.start_weight_update)
+    assert "finalize_layerwise_reload(" in inspect.getsource(NCCLWeightTransferEngine.finish_weight_update)
+    assert "quant_method.process_weights_after_loading(layer)" in inspect.getsource(layerwise._layerwise_process)
+    source = inspect.getsource(VLLMClient.update_named_params)
+    start, update = source.index("self._start_weight_update()"), source.index("/update_weights")
+    assert start < update < source.index("self._finish_weight_update()")
 
 
 def test_scoring_arguments():
@@ -85,6 +116,30 @@ def test_a_round_keeps_its_metrics_to_itself_and_rewards_are_gathered(make_train
     trainer.log_in_training(metrics)
     assert trainer._metrics["train"]["reward"] == [metrics["reward"]] * 2
     assert trainer._metrics["train"]["num_tokens"] == [metrics["num_tokens"]]
+
+
+def test_loss_asks_for_entropies_and_metrics_are_averaged_without_nan(make_trainer):
+    assert "compute_entropy=True" in inspect.getsource(GRPOTrainer._compute_loss)
+    seen = []
+
+    class Watching(HookedGRPOTrainer):
+        def after_policy_forward(self, inputs, per_token_logps):
+            seen.append(self.policy_entropies.shape == per_token_logps.shape)
+            self.log_in_training({"mine": float(self._step), "nothing": float("nan")})
+
+    plain = make_trainer(max_steps=1)
+    trainer = Watching(
+        model=plain.model.name_or_path,
+        reward_funcs=plain.reward_funcs,
+        args=plain.args,
+        train_dataset=plain.train_dataset,
+    )
+    trainer.args.max_steps = trainer.args.logging_steps = trainer.state.logging_steps = 2
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "mine" in entry]
+    assert entry["mine"] == 0.5 and entry["nothing"] is None
+    assert seen == [True, True] and trainer.policy_entropies is None
+    assert trainer.rollout_seconds > 0
 
 
 def test_checkpoint_saves_the_model_before_the_trainer_state():
@@ -157,10 +212,14 @@ PRIVATE = {
     "_buffered_inputs",
     "_iter_named_params",
     "_init_vllm",
+    "_get",
+    "_post",
+    "_save_checkpoint",
     "_get_per_token_logps_and_entropies",
     "_compute_loss",
     "_prepare_inputs",
     "_last_loaded_step",
+    "_metrics",
     "model_executor",
     "driver_worker",
     "model_runner",
@@ -169,8 +228,6 @@ PRIVATE = {
     "_calculate_rewards",
     "_rewards_per_func",
     "_remove_unused_columns",
-    "_metrics",
-    "_save_checkpoint",
     "_save_rng_state",
     "_get_grad_norm",
     "_generate_single_turn",

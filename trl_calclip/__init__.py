@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .callbacks import CalibrationCallback
     from .clip_range import CalibrationResult, ClipRange, calibrate_clip_range
     from .fp8.alignment import AlignmentReport, alignment_report
+    from .health import HealthCallback
 
 
 _MODULES = {
@@ -29,6 +30,7 @@ _MODULES = {
     "CalibrationCallback": ".callbacks",
     "CalibrationResult": ".clip_range",
     "ClipRange": ".clip_range",
+    "HealthCallback": ".health",
     "alignment_report": ".fp8.alignment",
     "calibrate_clip_range": ".clip_range",
 }
@@ -42,6 +44,7 @@ __all__ = [
     "CalibrationCallback",
     "CalibrationResult",
     "ClipRange",
+    "HealthCallback",
     "alignment_report",
     "calibrate_clip_range",
 ]

@@ -10,6 +10,7 @@ import collections
 import functools
 import importlib.metadata
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from datasets import IterableDataset
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from trl import GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -64,6 +66,10 @@ def require_version(*distributions: str, needed_for: str, installed: dict[str, s
     )
 
 
+class RolloutServerError(RuntimeError):
+    """The vLLM server stayed away for too long, came back unfit, or refused what it was asked."""
+
+
 class HookedGRPOTrainer(GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] with hooks at the moments that calibration needs. Without an override of them it is TRL's
@@ -74,6 +80,10 @@ class HookedGRPOTrainer(GRPOTrainer):
     """
 
     _scoring_policy = False
+    # Entropies that the loss computed beside `per_token_logps`, `(B, T)`, nats; there in `after_policy_forward`.
+    policy_entropies: torch.Tensor | None = None
+    # Seconds that the last rollout took: weight sync, generation, rewards and scoring.
+    rollout_seconds: float = 0.0
 
     def begin_rollout(self, micro_batches: list[dict[str, Any]]) -> None:
         """Called when a rollout was generated and split into the loss's `micro_batches`, before its first update."""
@@ -85,7 +95,24 @@ class HookedGRPOTrainer(GRPOTrainer):
         """Called in training before the loss scores `inputs` with the current policy; no graph is held yet."""
 
     def after_policy_forward(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
-        """Called in training after the loss was computed. `per_token_logps`: `(B, T)`, detached."""
+        """Called in training after the loss was computed. `per_token_logps`: `(B, T)`, with the loss's graph."""
+
+    def rollout_failed(self, error: RolloutServerError) -> None:
+        """
+        Called on every rank when a rollout for training failed, before its first update. Whatever this raises takes
+        the place of `error`.
+        """
+
+    def save_checkpoint(self) -> str:
+        """Save a checkpoint of the present step, whatever `save_strategy` is, and return its path. Collective."""
+        self._save_checkpoint(self.model, trial=None)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        return f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
+
+    @property
+    def had_a_rollout(self) -> bool:
+        """Whether a rollout was generated since the trainer was built: without one nothing was trained either."""
+        return self._buffered_inputs is not None
 
     def before_optimizer_step(self, grad_norm: torch.Tensor | float | None) -> None:
         """Called after clipping, with the norm before it; the same number on every rank."""
@@ -153,7 +180,7 @@ class HookedGRPOTrainer(GRPOTrainer):
         return batch, self._rewards_per_func, {name: values[-1] for name, values in metrics.items()}
 
     def log_in_training(self, metrics: dict[str, float]) -> None:
-        """Put `metrics` among those that the next log entry averages over its rollouts."""
+        """Let TRL log `metrics` with its own: it averages them over the logging window and leaves out NaN."""
         for name, value in metrics.items():
             if name == "num_tokens":  # a total, which TRL sets anew each time
                 self._metrics["train"][name] = [value]
@@ -174,8 +201,15 @@ class HookedGRPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch):
         buffered = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
+        start = time.perf_counter()
+        try:
+            inputs = super()._prepare_inputs(generation_batch)
+        except RolloutServerError as error:
+            if self.model.training:
+                self.rollout_failed(error)
+            raise
         if self._buffered_inputs is not buffered:
+            self.rollout_seconds = time.perf_counter() - start
             self.begin_rollout(self._buffered_inputs)
         return inputs
 
@@ -222,14 +256,14 @@ class HookedGRPOTrainer(GRPOTrainer):
         finally:
             self._scoring_policy = False
         self.after_policy_forward(inputs, self._policy_per_token_logps)
-        self._policy_per_token_logps = None
+        self._policy_per_token_logps = self.policy_entropies = None
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         # Also called for the old policy, the KL anchor and evaluation: those are not the current policy's.
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._scoring_policy:
-            self._policy_per_token_logps = result[0].detach()
+            self._policy_per_token_logps, self.policy_entropies = result[0], result[1]
         return result
 
 
@@ -307,9 +341,30 @@ class HookedVLLMGeneration(VLLMGeneration):
                 with merged_adapters(model, name) if merge else nullcontext():
                     yield fixed, param.data
 
+    def connect(self) -> None:
+        """Connect to the server of `mode="server"`, as TRL does."""
+        super()._init_vllm()
+
     def _init_vllm(self) -> None:
+        if self.mode == "server":
+            self.connect()
+            return
         with _extra_llm_arguments(**self.engine_arguments()):
             super()._init_vllm()
+
+
+class HookedVLLMClient(VLLMClient):
+    """[`~trl.generation.vllm_client.VLLMClient`] with a say in how its requests are sent."""
+
+    def request(self, method: str, url: str, **kwargs: Any) -> dict[str, Any]:
+        """Send one request and return its answer, what TRL does for `method` unless overridden."""
+        return super()._get(url, **kwargs) if method == "GET" else super()._post(url, **kwargs)
+
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self.request("GET", url, **kwargs)
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self.request("POST", url, **kwargs)
 
 
 @contextmanager

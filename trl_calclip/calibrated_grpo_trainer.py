@@ -9,6 +9,7 @@ the clamp and for its metrics; the loss itself is TRL's. The maths is in `clip_r
 
 import functools
 import logging
+import os
 import random
 import time
 import warnings
@@ -22,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ._trl_compat import HookedGRPOTrainer, substituted_vllm_generation
+from ._trl_compat import HookedGRPOTrainer, RolloutServerError, substituted_vllm_generation
 from .argument_checks import check_arguments
 from .calibrated_grpo_config import CalibratedGRPOConfig
 from .calibration import (
@@ -40,11 +41,18 @@ from .clip_range import ClipRange
 from .fp8.generation import FP8VLLMGeneration
 from .fp8.linear import bf16_pass, convert_to_fp8
 from .fp8.selection import refuse_moe
+from .fp8.server import ServerVLLMGeneration
 from .guards import check_completions, check_grad_norm, check_rewards
+from .health import HealthCallback
+from .metrics import mismatch_metrics, mismatch_sums
+from .model_card import append_section, card_section
 from .model_checks import refuse_converted, refuse_dropout, refuse_quantized, refuse_tokenizer, refuse_unsuited
+from .trackers import log_histograms
 
 
 logger = logging.getLogger(__name__)
+
+_MISMATCH_INPUTS = ("old_per_token_logps", "sampling_per_token_logps")
 
 
 class CalibratedGRPOTrainer(HookedGRPOTrainer):
@@ -88,21 +96,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                 "TRL's `GRPOConfig`: change the class name and keep the rest."
             )
         check_arguments(model, reward_funcs, args, *others, **kwargs)
-        engine = nullcontext()
-        if args.use_vllm and args.vllm_mode == "colocate" and (args.fp8_active or args.calibrated_clip):
-            engine = substituted_vllm_generation(
-                functools.partial(
-                    FP8VLLMGeneration,
-                    recipe=args.rollout_recipe,
-                    ignore=args.fp8_ignore,
-                    allow_moe=args.fp8_allow_moe,
-                    allow_mismatch=args.fp8_allow_mismatch,
-                    check_interval=args.fp8_sync_check_interval,
-                    check_limit=args.fp8_sync_check_limit,
-                )
-            )
         try:
-            with engine:
+            with substituted_vllm_generation(_generation_class(args)) if args.checked_vllm else nullcontext():
                 super().__init__(model, reward_funcs, args, *others, **kwargs)
         except AttributeError as error:
             # TRL asks every model for what only causal ones have.
@@ -139,6 +134,19 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         if args.calibrated_clip:
             self._apply_clip_range()
             self._schedule = self._find_schedule()
+
+        if not any(isinstance(callback, HealthCallback) for callback in self.callback_handler.callbacks):
+            self.add_callback(HealthCallback(args))
+
+    def rollout_failed(self, error: RolloutServerError) -> None:
+        """Leave a checkpoint of the state before the failed rollout, from which a run goes on as if it had not."""
+        if not self.had_a_rollout:
+            raise error  # nothing was trained since the start, or since the checkpoint that the run resumed from
+        path = self.save_checkpoint()
+        raise RolloutServerError(
+            f"{error} The run stopped before the rollout of step {self.state.global_step + 1} and is saved in {path}: "
+            "start the server and resume with `trainer.train(resume_from_checkpoint=True)`."
+        ) from error
 
     def _convert(self) -> None:
         """Convert policy and KL anchor, before Accelerate wraps the policy."""
@@ -194,6 +202,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
     # Calibration: what happens at TRL's moments
 
     def begin_rollout(self, micro_batches: list[dict[str, Any]]) -> None:
+        self._log_rollout(micro_batches)
         if not self.args.calibrated_clip:
             return
         self._rollout_step = self.state.global_step
@@ -230,9 +239,9 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
     def after_policy_forward(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
         if not self.args.calibrated_clip:
             return
+        per_token_logps = per_token_logps.detach()
         off_policy = self.state.global_step != self._rollout_step
-        mask = inputs["completion_mask"]
-        mask = mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
+        mask = loss_mask(inputs)
         if self._collector is not None and not off_policy:
             self._collector.add_at_zero_drift(per_token_logps - inputs["old_per_token_logps"], mask)
         elif self._bf16_per_token_logps is not None:
@@ -245,6 +254,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                 "mask": mask,
                 "importance_sampling_ratio": inputs.get("importance_sampling_ratio"),
                 "sampling_per_token_logps": inputs.get("sampling_per_token_logps"),
+                "entropies": self.policy_entropies.detach(),
             }
             if self.importance_sampling_level == "sequence":
                 entries = sequence_entries(**entries)
@@ -276,6 +286,20 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             self._unlogged["watched_clip_frac"] = clipped / negative if negative else None
             self._watched = None
         self.num_rollouts += 1
+
+    def _log_rollout(self, micro_batches: list[dict[str, Any]]) -> None:
+        """Mismatch of rollout and trainer, from what TRL has scored anyway, and the time that the rollout took."""
+        if not self._describes_itself:
+            return
+        self.log_in_training({"time/rollout_seconds": self.rollout_seconds})
+        if any(inputs.get(name) is None for inputs in micro_batches for name in _MISMATCH_INPUTS):
+            return
+        cap = self.args.vllm_importance_sampling_clip_max or 2.0
+        sums = sum(
+            mismatch_sums(*(inputs[name] for name in _MISMATCH_INPUTS), loss_mask(inputs), cap=cap)
+            for inputs in micro_batches
+        )
+        self.log_in_training(mismatch_metrics(self.accelerator.reduce(sums, reduction="sum")))
 
     def _score_in_bf16(self, inputs: dict[str, Any]) -> torch.Tensor:
         self._synchronize()
@@ -325,6 +349,9 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         record["zero_drift_std_fp8"] = self._collector.zero_drift_std()
         record["bf16_pass_seconds"] = self._bf16_pass_seconds
         self._unlogged.update(record)
+        if self.accelerator.is_main_process:
+            ratios = {"calclip/log_ratio_fp8": pool.fp8_ratio.log(), "calclip/log_ratio_bf16": pool.bf16_ratio.log()}
+            log_histograms(self.callback_handler.callbacks, ratios, self.state.global_step + 1)
         self.calibration_history.append({"step": self.state.global_step + 1, "rollout": self.num_rollouts, **record})
 
     def _apply_clip_range(self) -> None:
@@ -410,7 +437,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             }
             if isinstance(self._schedule, AdaptiveCalibrationCallback):
                 values["interval"] = self._schedule.distance
-            logs.update({f"calclip/{name}": value for name, value in values.items()})
+            # Trackers take numbers only; what is undefined is missing.
+            logs.update({f"calclip/{name}": value for name, value in values.items() if value is not None})
             self._unlogged = {}
         super().log(logs, start_time)
 
@@ -429,6 +457,19 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         super().save_model(output_dir, _internal_call)
         if self.keeps_state and self.args.should_save:
             write_state(output_dir or self.args.output_dir, self._state())
+        if self._describes_itself and not _internal_call:
+            # TRL writes the card with checkpoints only: the one at the end would say what was before.
+            self.create_model_card(model_name=Path(output_dir or self.args.output_dir).name)
+
+    @property
+    def _describes_itself(self) -> bool:
+        return self.args.fp8_active or self.args.calibrated_clip
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self._describes_itself and self.is_world_process_zero():
+            section = card_section(self.args, self.state.log_history, self.clip_range, self.num_calibrations)
+            append_section(Path(self.args.output_dir) / "README.md", section)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -478,6 +519,29 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         if self.args.calibrated_clip:
             self._schedule.load_state(state["schedule"])
             self._apply_clip_range()
+
+
+def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
+    """The mask of TRL's loss, `(B, T)`."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def _generation_class(args: CalibratedGRPOConfig) -> functools.partial:
+    """Class of the vLLM engine or server that `args` ask for, with our own arguments."""
+    checks = {
+        "recipe": args.rollout_recipe,
+        "ignore": args.fp8_ignore,
+        "allow_moe": args.fp8_allow_moe,
+        "allow_mismatch": args.fp8_allow_mismatch,
+        "check_interval": args.fp8_sync_check_interval,
+        "check_limit": args.fp8_sync_check_limit,
+    }
+    if args.vllm_mode == "colocate":
+        return functools.partial(FP8VLLMGeneration, **checks)
+    # The underscore keeps the files from being pushed to the hub with the rest of the output directory.
+    directory = args.fp8_weight_transfer_dir or os.path.join(args.output_dir, "_weight_transfer")
+    return functools.partial(ServerVLLMGeneration, **checks, transfer=args.fp8_weight_transfer, transfer_dir=directory)
 
 
 @contextmanager

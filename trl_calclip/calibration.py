@@ -9,17 +9,16 @@ order is fixed, so that all ranks get the same bounds bit for bit however the to
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
 from .clip_range import CalibrationResult, ClipRange, calibrate_clip_range
-from .metrics import clip_metrics, share
+from .metrics import clip_metrics, entropy_metrics, error_metrics, share
 
 
-NUM_COLUMNS = 7
 # Completions and positions are exact in a float32 column up to here.
 _POSITION_BITS = 24
 
@@ -39,6 +38,8 @@ class TokenPool:
         sampling_probs (`torch.Tensor`): Probability of the token under the rollout policy.
         completions (`torch.Tensor`): Number of the token's completion, unique over ranks and micro-batches.
         positions (`torch.Tensor`): Place of the token in its completion.
+        entropies (`torch.Tensor`): Entropy of the current policy at the token, nats; NaN where it is not known.
+        log_prob_errors (`torch.Tensor`): Log-probability of the token in FP8 minus BF16, current policy, nats.
     """
 
     fp8_ratio: torch.Tensor
@@ -48,11 +49,16 @@ class TokenPool:
     sampling_probs: torch.Tensor
     completions: torch.Tensor
     positions: torch.Tensor
+    entropies: torch.Tensor
+    log_prob_errors: torch.Tensor
 
     @classmethod
     def from_rows(cls, rows: torch.Tensor) -> "TokenPool":
-        """Pool from an `(N, 7)` tensor."""
+        """Pool from an `(N, NUM_COLUMNS)` tensor."""
         return cls(*rows.double().unbind(dim=1))
+
+
+NUM_COLUMNS = len(fields(TokenPool))
 
 
 class TokenCollector:
@@ -101,6 +107,8 @@ class TokenCollector:
         mask: torch.Tensor,
         importance_sampling_ratio: torch.Tensor | None,
         sampling_per_token_logps: torch.Tensor | None,
+        entropies: torch.Tensor | None = None,
+        log_prob_errors: torch.Tensor | None = None,
     ) -> None:
         """
         Add one micro-batch.
@@ -113,6 +121,9 @@ class TokenCollector:
             importance_sampling_ratio (`torch.Tensor` or `None`): TRL's TIS weight, `(B, T)` or `(B, 1)`; `None` is 1.
             sampling_per_token_logps (`torch.Tensor` or `None`):
                 Rollout policy, `(B, T)`, nats. Where it is `None` or NaN the old policy stands in for it.
+            entropies (`torch.Tensor`, *optional*): Entropy of the current policy, `(B, T)`, nats.
+            log_prob_errors (`torch.Tensor`, *optional*):
+                FP8 minus BF16 of the current policy, `(B, T)`, nats. Defaults to the difference of the two above.
         """
         if advantages.dim() == 1:
             advantages = advantages.unsqueeze(1)
@@ -124,6 +135,10 @@ class TokenCollector:
             )
         if importance_sampling_ratio is None:
             importance_sampling_ratio = torch.ones_like(advantages)
+        if entropies is None:
+            entropies = torch.full_like(per_token_logps, math.nan)
+        if log_prob_errors is None:
+            log_prob_errors = per_token_logps - bf16_per_token_logps
         batch_size, length = mask.shape
         completions = self._next_completion + self._num_processes * torch.arange(batch_size, device=mask.device)
         self._next_completion += self._num_processes * batch_size
@@ -136,6 +151,8 @@ class TokenCollector:
             sampling_per_token_logps.exp(),
             completions.unsqueeze(1),
             torch.arange(length, device=mask.device),
+            entropies,
+            log_prob_errors,
         )
         keep = mask.bool() & (columns[2] != 0)
         self._rows.append(torch.stack([column[keep].float() for column in columns], dim=1).cpu())
@@ -160,8 +177,8 @@ class TokenCollector:
         """
         The tokens of all ranks, at most `max_tokens`, in the order of their numbers: the same on every rank.
 
-        A rank without tokens takes part with none. One all-gather of a `(capacity, 7)` float32 tensor, whose shape
-        every rank knows beforehand; none in a single process.
+        A rank without tokens takes part with none. One all-gather of a `(capacity, NUM_COLUMNS)` float32 tensor,
+        whose shape every rank knows beforehand; none in a single process.
         """
         rows = torch.cat(self._rows) if self._rows else torch.zeros(0, NUM_COLUMNS)
         rows = sample_rows(rows, self._max_tokens, self._seed)
@@ -247,8 +264,7 @@ def calibrate(
         **settings: Limits, steps and minimum of tokens, as in [`calibrate_clip_range`].
 
     Returns:
-        `tuple[CalibrationResult, dict[str, float]]`: The result, and numbers of this batch: the shares of clipped
-        tokens, the share that FP8 would clip at the lower target, and the size of the pool.
+        `tuple[CalibrationResult, dict[str, float]]`: The result, and the diagnostics of this batch.
     """
     result = calibrate_clip_range(
         pool.fp8_ratio,
@@ -261,8 +277,11 @@ def calibrate(
         **settings,
     )
     negative = pool.fp8_ratio.isfinite() & pool.bf16_ratio.isfinite() & (pool.advantages < 0)
+    bounds = {"reference": reference, "in_force": current}
     return result, {
-        **clip_metrics(pool, reference=reference, in_force=current),
+        **clip_metrics(pool, **bounds),
+        **entropy_metrics(pool, **bounds),
+        **error_metrics(pool),
         "clip_frac_low_neg_fp8_target": share(pool.fp8_ratio < result.target.lower, negative),
         "num_pooled_tokens": len(pool.fp8_ratio),
     }
@@ -294,6 +313,7 @@ def sequence_entries(
     mask: torch.Tensor,
     importance_sampling_ratio: torch.Tensor | None,
     sampling_per_token_logps: torch.Tensor | None,
+    entropies: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """
     Completions in place of tokens, for a loss with one importance ratio per completion.
@@ -328,9 +348,11 @@ def sequence_entries(
         "mask": mask.any(-1, keepdim=True),
         "importance_sampling_ratio": total,
         "sampling_per_token_logps": probability.log(),
+        "entropies": None if entropies is None else mean_log_ratio(entropies, torch.zeros_like(entropies), mask),
+        "log_prob_errors": mean_log_ratio(per_token_logps, bf16_per_token_logps, mask),
     }
 
 
 def mean_log_ratio(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean log-ratio over a completion's tokens, `(B, 1)`: in the loss's own dtype, by its own formula."""
+    """Mean difference over a completion's tokens, `(B, 1)`: in the loss's own dtype, by its own formula."""
     return (((logps - old_logps) * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)

@@ -101,6 +101,12 @@ class _EmulatedBlockwiseLinear(torch.autograd.Function):
         return grad_input, grad_weight
 
 
+@torch.compiler.allow_in_graph
+def _emulated_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`_EmulatedBlockwiseLinear`, taken whole into a compiled graph."""
+    return _EmulatedBlockwiseLinear.apply(rows, weight)
+
+
 def blockwise_linear(input: torch.Tensor, weight: torch.Tensor, *, emulate: bool) -> torch.Tensor:
     """
     `input @ weight.t()` in blockwise FP8, forward and backward.
@@ -126,7 +132,7 @@ def blockwise_linear(input: torch.Tensor, weight: torch.Tensor, *, emulate: bool
         )
     rows = input.reshape(-1, input.shape[-1])
     if emulate:
-        output = _EmulatedBlockwiseLinear.apply(rows, weight)
+        output = _emulated_linear(rows, weight)
     else:
         output = _kernel_linear(rows, weight)
     return output.reshape(*input.shape[:-1], weight.shape[0])

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
+from .matmul import aligned_matmul
 from .quantizers import packed_linear_names, shared_weight_amax
 from .recipes import Recipe
 from .selection import canonical_name, select_linears
@@ -44,6 +45,7 @@ class SwitchableFloat8Linear(Float8Linear):
     def from_float(cls, mod: nn.Linear, config: Float8LinearConfig, recipe: Recipe) -> "SwitchableFloat8Linear":
         linear = super().from_float(mod, config=config)
         linear.recipe = recipe
+        linear.aligned_matmul = aligned_matmul(linear)
         return linear
 
     def weight_amax(self) -> torch.Tensor | None:

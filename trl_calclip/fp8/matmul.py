@@ -7,10 +7,14 @@ FP8 step. Quantized by the rules in `quantizers.py`, trainer and rollout multipl
 emulated row-wise product is the engine's bit for bit. `blockwise.py` has the third product.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import nn
-from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+from torchao.float8 import Float8LinearConfig
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig
 
 from .blockwise import blockwise_linear
 from .quantizers import (
@@ -54,11 +58,30 @@ class AlignedMatmul(torch.autograd.Function):
         return grad_input, grad_weight_t.t(), *[None] * 6
 
 
+@functools.cache
+def _in_graph(mm_config: LinearMMConfig, config: Float8LinearConfig) -> Callable[..., torch.Tensor]:
+    """
+    `AlignedMatmul` for one configuration, as a function of tensors alone that `torch.compile` takes into its graph
+    whole: it cannot trace a backward that calls another `autograd.Function`'s. The same one for every linear, so that
+    layers share what is compiled.
+    """
+
+    def aligned_matmul(input, weight, a, a_scale, b, b_scale):
+        return AlignedMatmul.apply(input, weight, a, a_scale, b, b_scale, mm_config, config)
+
+    return torch.compiler.allow_in_graph(aligned_matmul)
+
+
+def aligned_matmul(linear: Float8Linear) -> Callable[..., torch.Tensor]:
+    """The product of a linear as a function of input, weight, and their quantized forms with scales."""
+    return _in_graph(linear.linear_mm_config, linear.config)
+
+
 def rowwise_matmul(input: torch.Tensor, weight: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     """Product of `linear` with one scale per token and per output channel."""
     with torch.no_grad():
         operands = *quantize_per_token(input.reshape(-1, input.shape[-1])), *quantize_per_channel(weight)
-    return AlignedMatmul.apply(input, weight, *operands, linear.linear_mm_config, linear.config)
+    return linear.aligned_matmul(input, weight, *operands)
 
 
 def tensorwise_matmul(input: torch.Tensor, weight: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
@@ -73,7 +96,7 @@ def tensorwise_matmul(input: torch.Tensor, weight: torch.Tensor, linear: nn.Line
             *quantize_input_per_tensor(input.reshape(-1, input.shape[-1])),
             *quantize_per_tensor(weight, linear.weight_amax()),
         )
-    return AlignedMatmul.apply(input, weight, *operands, linear.linear_mm_config, linear.config)
+    return linear.aligned_matmul(input, weight, *operands)
 
 
 def blockwise_matmul(input: torch.Tensor, weight: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
