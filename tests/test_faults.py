@@ -67,14 +67,14 @@ def run(name, point, resume):
         write(*arguments)
         trainer.reach("checkpoint, after the state", 8)
 
-    def weights(self, original=FP8VLLMGeneration._iter_bf16_weights):
+    def weights(self, original=FP8VLLMGeneration.bf16_weights):
         for number, item in enumerate(original(self)):
             if number == 5:
                 trainer.reach("weight sync", 8)
             yield item
 
     module.write_state = write_state
-    FP8VLLMGeneration._iter_bf16_weights = weights
+    FP8VLLMGeneration.bf16_weights = weights
     settings = {"use_vllm": True, "vllm_max_model_length": 32} if engine == "vllm" else {}
     output_dir = os.path.join(directory, name)
     args = CalibratedGRPOConfig(
