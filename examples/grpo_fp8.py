@@ -11,6 +11,9 @@ Anything else, on GPUs:
     accelerate launch examples/grpo_fp8.py --config configs/grpo_fp8_rowwise.yaml
     accelerate launch examples/grpo_fp8.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name my/dataset \\
         --reward_funcs accuracy_reward --output_dir runs/mine --use_vllm --steps_per_generation 4
+
+After an interruption the same command with `--resume_from_checkpoint latest` goes on from the newest complete
+checkpoint.
 """
 
 import importlib
@@ -129,7 +132,9 @@ def main(config=CalibratedGRPOConfig, trainer_class=CalibratedGRPOTrainer, demo_
     trainer = trainer_class(args=training_args, **load_task(script_args, training_args, model_args))
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress())
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    resume = training_args.resume_from_checkpoint
+    # The command line passes text, and the trainer reads it only while it keeps a state of its own.
+    trainer.train(resume_from_checkpoint=True if resume in ("true", "True", "latest") else resume)
     trainer.save_model()
     trainer.save_state()
 

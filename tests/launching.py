@@ -9,6 +9,12 @@ from pathlib import Path
 
 
 def torchrun(directory: Path, script: str, *arguments: str, ranks: int) -> None:
+    """Run `script` as `launch` does; it must succeed."""
+    run = launch(directory, script, *arguments, ranks=ranks)
+    assert run.returncode == 0, run.stderr[-5000:]
+
+
+def launch(directory: Path, script: str, *arguments: str, ranks: int) -> subprocess.CompletedProcess:
     """
     Run `script` on so many CPU processes of this machine and wait for them.
 
@@ -23,5 +29,4 @@ def torchrun(directory: Path, script: str, *arguments: str, ranks: int) -> None:
     environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0"]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", str(path), *map(str, arguments)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-5000:]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -40,7 +40,7 @@ def test_demo_end_to_end_and_resume(tmp_path):
     assert (tmp_path / "run.png").stat().st_size > 20_000
     assert read_state(tmp_path)["num_calibrations"] == 1
 
-    second = run_example(*short, "--max_steps", "16", "--resume_from_checkpoint", str(tmp_path / "checkpoint-8"))
+    second = run_example(*short, "--max_steps", "16", "--resume_from_checkpoint", "latest")
     assert second.returncode == 0, second.stderr[-3000:]
     state = read_state(tmp_path)
     assert state["num_rollouts"] == 4 and state["num_calibrations"] == 2

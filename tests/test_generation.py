@@ -168,7 +168,7 @@ def test_bf16_training_with_fp8_rollout(make_trainer):
 
 def test_self_check_and_evaluation_do_not_change_a_run(make_trainer, toy_dataset):
     """With fixed bounds, a run that checks every sync and evaluates every step equals one that does neither."""
-    fixed = {**VLLM, "max_steps": 8, "calibration_min_tokens": 10**9}
+    fixed = {**VLLM, "max_steps": 8, "calibration_min_tokens": 10**6}
     runs = {
         "on": make_trainer(
             trainer={"eval_dataset": toy_dataset.select(range(8))},

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from trl_calclip import CalibratedGRPOConfig
+from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer
 from trl_calclip.checkpoint import read_state
 from trl_calclip.health import HealthCallback, HealthMonitor
 from trl_calclip.health_settings import EXPLANATIONS, HealthArguments
@@ -85,13 +85,28 @@ def test_overclip_in_a_run(make_trainer):
     assert max(record["overclip_low_frac"], record["overclip_high_frac"]) > 0.05
 
 
-def test_nonfinite_in_a_run(make_trainer):
+def test_nonfinite_in_a_run(make_trainer, monkeypatch):
+    def far_off(self, micro_batches):
+        begin_rollout(self, micro_batches)
+        for inputs in micro_batches:
+            if "bf16_old_per_token_logps" in inputs:
+                inputs["bf16_old_per_token_logps"][:, 0] = -1e4
+
+    begin_rollout = CalibratedGRPOTrainer.begin_rollout
+    monkeypatch.setattr(CalibratedGRPOTrainer, "begin_rollout", far_off)
     trainer = make_trainer(max_steps=4, calibration_interval=1)
-    trainer.add_callback(AfterStep(2, lambda model: model.model.norm.weight.fill_(math.nan)))
     with pytest.warns(UserWarning, match="skipped"):
         trainer.train()
-    alarm = health(trainer).alarms[0]
-    assert alarm.name == "nonfinite" and alarm.step == 3 and "grad_norm" in alarm.seen
+    (alarm,) = [alarm for alarm in health(trainer).alarms if alarm.name == "nonfinite"]
+    assert alarm.step == 4 and "of the importance ratios are not finite" in alarm.seen
+
+
+def test_gradient_that_is_not_finite_ends_the_run_before_any_alarm(make_trainer):
+    trainer = make_trainer(max_steps=4)
+    trainer.add_callback(AfterStep(2, lambda model: model.model.norm.weight.fill_(math.nan)))
+    with pytest.raises(RuntimeError, match="The gradient's norm is nan at step 3"):
+        trainer.train()
+    assert "nonfinite" not in names(trainer)
 
 
 def test_garbled_output_in_a_run(make_trainer):
@@ -203,10 +218,15 @@ def test_stop_saves_at_the_end_of_the_rollout_and_resumes(make_trainer, caplog):
 
 
 def test_stop_in_mid_rollout_waits_for_its_end(make_trainer):
-    trainer = make_trainer(max_steps=16, alarm_nonfinite="stop", calibration_interval=3, alarm_garbled="off")
-    # A gradient norm that is not finite at step 6 of rollouts of four.
-    trainer.add_callback(AfterStep(5, lambda model: model.model.norm.weight[0].fill_(math.nan)))
-    trainer.add_callback(AfterStep(6, lambda model: model.model.norm.weight.nan_to_num_(1.0)))
+    class Log(TrainerCallback):
+        """At step 6 of rollouts of four, a loss that is not finite."""
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if state.global_step == 6:
+                logs["loss"] = math.nan
+
+    settings = {"max_steps": 16, "alarm_nonfinite": "stop", "calibration_interval": 3, "alarm_garbled": "off"}
+    trainer = make_trainer(trainer={"callbacks": [Log()]}, **settings)
     trainer.train()
     assert health(trainer).alarms[0].step == 6
     assert trainer.state.global_step == 8

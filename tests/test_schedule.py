@@ -83,33 +83,6 @@ def test_state_round_trip():
     assert short.distance <= 5
 
 
-REFUSED = [
-    ({"calibration_max_tokens": 0}, ValueError, "`calibration_max_tokens` must be at least 1"),
-    ({"calibration_max_tokens": 1e6}, TypeError, "`calibration_max_tokens`"),
-    ({"calibration_max_tokens": 10, "calibration_min_tokens": 11}, ValueError, "every calibration would be skipped"),
-    ({"calibration_fraction": 0.0}, ValueError, "`calibration_fraction` must be above 0"),
-    ({"calibration_fraction": 1.5}, ValueError, "`calibration_fraction` is a share"),
-    ({"calibration_fraction": "half"}, TypeError, "`calibration_fraction`"),
-    ({"calibration_fraction": 0.9}, ValueError, "no effect: a rollout has 3 micro-batches"),
-    ({"steps_per_generation": 2, "calibration_fraction": 0.25}, ValueError, "no effect: a rollout has 1 micro"),
-    ({"calibration_schedule": "adaptiv"}, ValueError, "`calibration_schedule` must be one of 'fixed', 'adaptive'"),
-    ({"calibration_max_interval": 30}, ValueError, "`calibration_max_interval=30` has no effect with"),
-    ({"calibration_band": 0.3}, ValueError, "`calibration_band=0.3` has no effect with"),
-    ({"calibration_schedule": "adaptive", "calibration_band": 0.0}, ValueError, "`calibration_band` must be above 0"),
-    (
-        {"calibration_schedule": "adaptive", "calibration_interval": 20, "calibration_max_interval": 10},
-        ValueError,
-        "`calibration_max_interval=10` is less than `calibration_interval=20`",
-    ),
-]
-
-
-@pytest.mark.parametrize(("overrides", "error", "message"), REFUSED, ids=[str(row[0]) for row in REFUSED])
-def test_refused(make_config, overrides, error, message):
-    with pytest.raises(error, match=message):
-        make_config(**overrides)
-
-
 def test_defaults_of_the_adaptive_schedule(make_config):
     config = make_config(calibration_schedule="adaptive", calibration_interval=3)
     assert (config.calibration_max_interval, config.calibration_band) == (12, 0.5)

@@ -40,6 +40,11 @@ def test_overridden_hooks_exist_with_their_arguments():
     assert parameters(GRPOTrainer.training_step) == ["self", "model", "inputs", "num_items_in_batch"]
     assert parameters(GRPOTrainer._load_optimizer_and_scheduler) == ["self", "checkpoint"]
     assert parameters(GRPOTrainer.log) == ["self", "logs", "start_time"]
+    assert parameters(Trainer.train)[:2] == ["self", "resume_from_checkpoint"]
+    assert parameters(GRPOTrainer._save_checkpoint) == ["self", "model", "trial"]
+    assert parameters(Trainer._save_rng_state) == ["self", "output_dir"]
+    assert parameters(Trainer._get_grad_norm) == ["self", "model", "grad_norm"]
+    assert parameters(GRPOTrainer._generate_single_turn)[:2] == ["self", "prompt_ids"]
     assert parameters(Trainer.save_model) == ["self", "output_dir", "_internal_call"]
     assert parameters(Trainer._save_checkpoint) == ["self", "model", "trial"]
     assert parameters(VLLMGeneration._init_vllm) == ["self"]
@@ -139,7 +144,28 @@ def test_loss_asks_for_entropies_and_metrics_are_averaged_without_nan(make_train
 
 def test_checkpoint_saves_the_model_before_the_trainer_state():
     source = inspect.getsource(Trainer._save_checkpoint)
-    assert source.index("self.save_model(output_dir, _internal_call=True)") < source.index("TRAINER_STATE_NAME")
+    order = (
+        "self.save_model(output_dir, _internal_call=True)",
+        "self._save_rng_state(output_dir)",
+        "TRAINER_STATE_NAME",
+    )
+    assert sorted(order, key=source.index) == list(order)
+
+
+def test_gradients_are_judged_before_the_optimizer_step_and_checkpoints_due_after_the_callbacks():
+    source = inspect.getsource(Trainer._run_epoch)
+    order = (
+        "self._get_grad_norm(",
+        "self.optimizer.step()",
+        "callback_handler.on_step_end",
+        "_maybe_log_save_evaluate",
+    )
+    assert sorted(order, key=source.index) == list(order)
+
+
+def test_completions_are_checked_before_trl_looks_at_them():
+    source = inspect.getsource(GRPOTrainer._generate)
+    assert source.index("self._generate_single_turn(") < source.index("ids[-1] not in eos_and_pad")
 
 
 def test_generation_class_is_looked_up_by_its_global_name():
@@ -202,6 +228,9 @@ PRIVATE = {
     "_calculate_rewards",
     "_rewards_per_func",
     "_remove_unused_columns",
+    "_save_rng_state",
+    "_get_grad_norm",
+    "_generate_single_turn",
 }
 
 

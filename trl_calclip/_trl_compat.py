@@ -114,6 +114,23 @@ class HookedGRPOTrainer(GRPOTrainer):
         """Whether a rollout was generated since the trainer was built: without one nothing was trained either."""
         return self._buffered_inputs is not None
 
+    def before_optimizer_step(self, grad_norm: torch.Tensor | float | None) -> None:
+        """Called after clipping, with the norm before it; the same number on every rank."""
+
+    def check_completions(
+        self, prompt_ids: list[list[int]], completion_ids: list[list[int]], logprobs: list[list[float | None]] | None
+    ) -> None:
+        """
+        Called with what the engine, or the model itself, generated, one completion per prompt; `None` stands for NaN.
+        """
+
+    def check_rewards(self, rewards_per_func: torch.Tensor) -> None:
+        """Called with all ranks' rewards, `(completions, reward functions)`."""
+
+    def write_checkpoint(self, model, trial) -> None:
+        """Called for each checkpoint."""
+        super()._save_checkpoint(model, trial)
+
     @property
     def micro_batches_per_rollout(self) -> int:
         """How many micro-batches use one rollout."""
@@ -199,9 +216,35 @@ class HookedGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         return self.generate_and_score(inputs)
 
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        self.check_completions(prompt_ids, completion_ids, logprobs)
+        return completion_ids, logprobs
+
     def _calculate_rewards(self, *args, **kwargs):
-        self._rewards_per_func = super()._calculate_rewards(*args, **kwargs)
+        try:
+            self._rewards_per_func = super()._calculate_rewards(*args, **kwargs)
+        except Exception as error:
+            error.add_note(
+                f"This came from a reward function ({', '.join(self.reward_func_names)}). It must return a list with "
+                "one number for each completion, or None for a completion that it cannot judge."
+            )
+            raise
+        self.check_rewards(self._rewards_per_func)
         return self._rewards_per_func
+
+    def _get_grad_norm(self, *args, **kwargs):
+        grad_norm = super()._get_grad_norm(*args, **kwargs)
+        self.before_optimizer_step(grad_norm)
+        return grad_norm
+
+    def _save_checkpoint(self, model, trial):
+        self.write_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        # The main process writes `trainer_state.json` next: with it, all ranks' files are there.
+        self.accelerator.wait_for_everyone()
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:

@@ -90,6 +90,7 @@ class CalibratedDAPOConfig(CalibratedGRPOConfig):
                         f"{_DEFAULTS[name]!r}, or switch dynamic sampling on."
                     )
             return
+        self._check_checkpoints("dynamic_sampling")
         # Rows of several rounds form one batch: nothing about a row may depend on which rows it was generated with.
         if self.scale_rewards == "batch":
             raise ValueError(

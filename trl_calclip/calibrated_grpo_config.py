@@ -40,6 +40,14 @@ SEQUENCE_FAR = 100.0
 SEQUENCE_MAX_STEP = 10.0
 SEQUENCE_START = 20.0
 
+# TRL's own: a value outside a `Literal` passes its parser, and some of these are looked at only during training.
+_CHOICES = {
+    "vllm_mode": ("colocate", "server"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+
 _TRL_DEFAULTS = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
 
 
@@ -312,6 +320,8 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
             )
         if active and self.epsilon_high is None:
             self.epsilon_high = 0.24
+        if active:
+            self._check_what_trl_reads()
 
         super().__post_init__()
 
@@ -324,6 +334,7 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
         if active:
             self._check_fp8()
         if self.calibrated_clip:
+            self._check_checkpoints("calibrated_clip")
             self._set_calibration_defaults()
             self._check_calibration()
             self._check_calibration_cost()
@@ -413,17 +424,20 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
             self.fp8_rollout = "off"
 
     def _check_fp8_names(self) -> None:
+        for name in ("calibrated_clip", "calibration_use_sampling_probs", "calibration_start_at_reference"):
+            if not isinstance(vars(self)[name], bool):
+                raise TypeError(f"`{name}` must be True or False, got {vars(self)[name]!r}.")
         for name, value in (("fp8_recipe", self.fp8_recipe), ("fp8_rollout", self.fp8_rollout)):
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"`{name}` must be a recipe's name, got {value!r}.")
         if self.fp8_recipe is not None:
-            get_recipe(self.fp8_recipe)
+            _check_recipe("fp8_recipe", self.fp8_recipe)
         if self.fp8_rollout not in ("auto", "off"):
             if self.fp8_rollout is None:
                 raise ValueError(
                     "`fp8_rollout` must be 'auto', 'off' or a recipe's name, got None. Use 'off' for BF16."
                 )
-            get_recipe(self.fp8_rollout)
+            _check_recipe("fp8_rollout", self.fp8_rollout)
         if self.fp8_rollout != "auto" and not self.use_vllm:
             raise ValueError(
                 f"`fp8_rollout={self.fp8_rollout!r}` has no effect without vLLM: rollouts then come from the "
@@ -434,7 +448,10 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
         if not isinstance(self.fp8_ignore, (list, tuple)) or not all(isinstance(p, str) for p in self.fp8_ignore):
             raise TypeError(f"`fp8_ignore` must be a list of patterns, got {self.fp8_ignore!r}.")
         if self.fp8_ignore and not self.fp8_active:
-            raise ValueError(f"`fp8_ignore={self.fp8_ignore}` has no effect: neither trainer nor rollout runs in FP8.")
+            raise ValueError(
+                f"`fp8_ignore={self.fp8_ignore}` has no effect: neither trainer nor rollout runs in FP8. Set a "
+                "recipe, or leave it empty."
+            )
         for name in ("fp8_allow_mismatch", "fp8_allow_moe", "fp8_kv_cache"):
             value = vars(self)[name]
             if not isinstance(value, bool):
@@ -451,6 +468,24 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
                 f"`fp8_emulate={self.fp8_emulate}` has no effect with `fp8_recipe=None`: the trainer runs in BF16. "
                 "Set a recipe, or leave `fp8_emulate` at None."
             )
+
+    def _check_what_trl_reads(self) -> None:
+        """TRL's own settings that FP8 and calibration build on, and that TRL takes as they come."""
+        for name in ("steps_per_generation", "max_completion_length"):
+            if vars(self)[name] is not None:
+                check_number(name, vars(self)[name], 1, integer=True)
+        for name in ("num_iterations", "gradient_accumulation_steps", "per_device_train_batch_size"):
+            check_number(name, vars(self)[name], 1, integer=True)
+        for name in ("epsilon", "epsilon_high", "beta", "learning_rate"):
+            check_number(name, vars(self)[name], 0)
+        check_number("temperature", self.temperature, 0, open_end=True)
+        check_number("top_entropy_quantile", self.top_entropy_quantile, 0)
+        for name in ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"):
+            if vars(self)[name] is not None:
+                check_number(name, vars(self)[name], 0, open_end=name.endswith("max"))
+        for name, choices in _CHOICES.items():
+            if vars(self)[name] not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {vars(self)[name]!r}.")
 
     def _check_fp8(self) -> None:
         if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" or "ACCELERATE_FP8_BACKEND" in os.environ:
@@ -495,6 +530,15 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
                 )
         check_number("fp8_sync_check_interval", self.fp8_sync_check_interval, 0, integer=True)
         check_number("fp8_sync_check_limit", self.fp8_sync_check_limit, 0, open_end=True)
+
+    def _check_checkpoints(self, setting: str) -> None:
+        """Called where checkpoints must be taken between two rollouts, as `setting` wants it."""
+        if self.enable_jit_checkpoint:
+            raise ValueError(
+                f"`enable_jit_checkpoint=True` does not go with `{setting}=True`: it takes a checkpoint at any step, "
+                "inside a rollout too, whose prompts would be used again after a resume. Leave it at False: SIGTERM "
+                "takes a checkpoint at the end of the rollout and ends training without it."
+            )
 
     def _check_server(self) -> None:
         if self.fp8_weight_transfer not in ("auto", "nccl", "filesystem"):
@@ -613,7 +657,7 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
                 raise ValueError(
                     f"The {label} is {value:.6g}, outside its calibration limits {limits}: without noise the "
                     "calibration could not return to the reference. Widen `calibration_lower_limits` or "
-                    "`calibration_upper_limits`, or move the bound."
+                    "`calibration_upper_limits`, or move the bound (`epsilon`, `epsilon_high`, `calibration_start`)."
                 )
 
     def _check_calibration_cost(self) -> None:
@@ -661,6 +705,13 @@ class CalibratedGRPOConfig(HealthArguments, GRPOConfig):
                 f"`calibration_interval={self.calibration_interval}`, the adaptive schedule's shortest regular "
                 "distance. Raise the one or lower the other."
             )
+
+
+def _check_recipe(name: str, value: str) -> None:
+    try:
+        get_recipe(value)
+    except ValueError as error:
+        raise ValueError(f"`{name}`: {error}") from None
 
 
 def check_number(name: str, value, minimum: float, *, integer: bool = False, open_end: bool = False) -> None:

@@ -20,8 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ._trl_compat import HookedGRPOTrainer, RolloutServerError, substituted_vllm_generation
+from .argument_checks import check_arguments
 from .calibrated_grpo_config import CalibratedGRPOConfig
 from .calibration import (
     TokenCollector,
@@ -32,17 +35,18 @@ from .calibration import (
     mean_log_ratio,
     sequence_entries,
 )
-from .callbacks import AdaptiveCalibrationCallback, CalibrationCallback
-from .checkpoint import STATE_NAME, check_world, read_state, write_state
+from .callbacks import AdaptiveCalibrationCallback, CalibrationCallback, RolloutBoundaryCallback
+from .checkpoint import STATE_NAME, check_world, find_checkpoint, read_state, write_state
 from .clip_range import ClipRange
 from .fp8.generation import FP8VLLMGeneration
 from .fp8.linear import bf16_pass, convert_to_fp8
 from .fp8.selection import refuse_moe
 from .fp8.server import ServerVLLMGeneration
+from .guards import check_completions, check_grad_norm, check_rewards
 from .health import HealthCallback
 from .metrics import mismatch_metrics, mismatch_sums
 from .model_card import append_section, card_section
-from .model_checks import refuse_converted, refuse_dropout, refuse_quantized
+from .model_checks import refuse_converted, refuse_dropout, refuse_quantized, refuse_tokenizer, refuse_unsuited
 from .trackers import log_histograms
 
 
@@ -91,10 +95,20 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                 f"`args` must be a `CalibratedGRPOConfig`, got {type(args).__name__}. It takes every argument of "
                 "TRL's `GRPOConfig`: change the class name and keep the rest."
             )
-        with substituted_vllm_generation(_generation_class(args)) if args.checked_vllm else nullcontext():
-            super().__init__(model, reward_funcs, args, *others, **kwargs)
+        check_arguments(model, reward_funcs, args, *others, **kwargs)
+        try:
+            with substituted_vllm_generation(_generation_class(args)) if args.checked_vllm else nullcontext():
+                super().__init__(model, reward_funcs, args, *others, **kwargs)
+        except AttributeError as error:
+            # TRL asks every model for what only causal ones have.
+            if isinstance(error.obj, PreTrainedModel):
+                refuse_unsuited(error.obj)
+            raise
 
         # What is refused is refused before the model is changed: the user may try again with the same instance.
+        if args.fp8_active:
+            refuse_unsuited(self.model)
+            refuse_tokenizer(self.processing_class)
         if args.calibrated_clip:
             refuse_dropout(self.model)
         self.fp8_modules: list[str] = []
@@ -107,6 +121,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         self.num_calibrations = 0
         self.num_skipped_calibrations = 0
         self.calibration_history: list[dict[str, float | None]] = []
+        self._skipping = False  # whether the last calibration was skipped, and that was said
+        self._unscored_said = False
         self._unlogged: dict[str, float | None] = {}
         self._collector: TokenCollector | None = None
         self._rollout_step = 0
@@ -313,17 +329,20 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         )
         if result.skipped_reason is None:
             self.num_calibrations += 1
+            self._skipping = False
             # The rollout is used up: the next one is the first to see the new bounds.
             self.clip_range = result.clip_range
             self._apply_clip_range()
         else:
             self.num_skipped_calibrations += 1
-            if self.accelerator.is_main_process:
+            if self.accelerator.is_main_process and not self._skipping:
                 warnings.warn(
                     f"Calibration at step {self.state.global_step + 1} skipped, the clip bounds stay: "
-                    f"{result.skipped_reason}",
+                    f"{result.skipped_reason} Further ones in a row are not said, `calclip/skipped_calibrations` "
+                    "counts them.",
                     stacklevel=2,
                 )
+            self._skipping = True
         record = calibration_record(result, shares)
         skipped = result.skipped_reason is not None
         self._schedule.calibrated(self.num_rollouts, None if skipped else record["clip_frac_low_neg_fp8_target"])
@@ -338,7 +357,73 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
     def _apply_clip_range(self) -> None:
         self.epsilon_low, self.epsilon_high = self.clip_range.epsilon_low, self.clip_range.epsilon_high
 
+    # Faults: nothing broken is trained on
+
+    def check_completions(self, prompt_ids, completion_ids, logprobs) -> None:
+        if not self._guards:
+            return
+        unscored = check_completions(prompt_ids, completion_ids, logprobs)
+        if unscored and not self._unscored_said:
+            self._unscored_said = True
+            warnings.warn(
+                f"{unscored:.2%} of the engine's log-probabilities are NaN. Such tokens are trained without a "
+                "correction of the rollout mismatch. This is said once.",
+                stacklevel=2,
+            )
+
+    def check_rewards(self, rewards_per_func: torch.Tensor) -> None:
+        if self._guards:
+            check_rewards(rewards_per_func, self.reward_func_names)
+
+    def before_optimizer_step(self, grad_norm: torch.Tensor | float | None) -> None:
+        if self._guards:
+            check_grad_norm(grad_norm, self.state.global_step + 1)
+
+    @property
+    def _guards(self) -> bool:
+        return self.args.fp8_active or self.keeps_state
+
     # Logging, evaluation, checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """
+        Train, as [`~transformers.Trainer.train`] does.
+
+        With calibration or dynamic sampling, `resume_from_checkpoint=True`, or `"latest"`, is the newest complete
+        checkpoint in `output_dir`, incomplete ones are skipped with a notice, and SIGTERM takes a checkpoint (see
+        [`RolloutBoundaryCallback`]).
+
+        Raises:
+            ValueError: If there is no complete checkpoint to resume from.
+        """
+        if not self.keeps_state:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        try:
+            return super().train(checkpoint, *args, **kwargs)
+        except Exception as error:
+            error.add_note(
+                f"Training stopped at step {self.state.global_step}, in rollout batch {self.num_rollouts}. "
+                "`resume_from_checkpoint=True` goes on from the newest complete checkpoint in "
+                f"{self.args.output_dir}, if there is one."
+            )
+            raise
+        finally:
+            # After an exception no callback is told that training is over.
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, RolloutBoundaryCallback):
+                    callback.restore_signal_handler()
+
+    def write_checkpoint(self, model, trial) -> None:
+        try:
+            super().write_checkpoint(model, trial)
+        except Exception as error:
+            error.add_note(
+                f"The checkpoint of step {self.state.global_step} could not be written to its end; a resume skips it "
+                "where it is incomplete. Earlier ones are as they were. Is the disk full? Free space, set "
+                "`save_total_limit`, and resume with `resume_from_checkpoint=True`."
+            )
+            raise
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.args.calibrated_clip and self.model.training and "train_runtime" not in logs:
@@ -366,7 +451,9 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # Checkpoints pass here too, before `trainer_state.json` is written: a complete checkpoint never lacks the
-        # state.
+        # state. One of an earlier run in the same place would make a half-written checkpoint look complete.
+        if self.keeps_state and self.args.should_save and _internal_call and output_dir is not None:
+            (Path(output_dir) / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
         if self.keeps_state and self.args.should_save:
             write_state(output_dir or self.args.output_dir, self._state())

@@ -1,15 +1,28 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
 """When things happen: which rollout batches calibrate, and at which steps a checkpoint may be taken."""
 
+import logging
 import math
+import signal
+import threading
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
+
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutBoundaryCallback(TrainerCallback):
     """
     Keeps checkpoints at the boundaries of rollouts: one that is due inside a rollout is taken at its end.
+
+    SIGTERM is such a request too: at the end of the rollout a checkpoint is taken, whatever `save_strategy` says, and
+    training stops as if its last step had come. A second SIGTERM does what it did before training began. Where there
+    is more than one process, all of them must stop at the same step, and a signal reaches them at different ones: they
+    agree by one reduction of a single number per rollout; one process communicates nothing. Python lets only the main
+    thread handle signals: training in another one is ended by SIGTERM as ever, with a notice at the start.
 
     Args:
         updates_per_rollout (`int`): Optimizer steps that use one rollout batch.
@@ -18,17 +31,67 @@ class RolloutBoundaryCallback(TrainerCallback):
     def __init__(self, updates_per_rollout: int):
         self.updates_per_rollout = updates_per_rollout
         self._save_due = False
+        self._first_step = 0
+        self._terminated = False
+        self._previous_handler = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # TRL counts rollouts from where it resumes. That is a boundary, unless a run ended inside a rollout.
+        self._first_step = state.global_step
+        if state.global_step % self.updates_per_rollout:
+            logger.warning(
+                "Resuming inside a rollout, at step %d with %d steps a rollout: the rest of that rollout was not "
+                "saved, and its prompts are used again.", state.global_step, self.updates_per_rollout,
+            )  # fmt: skip
+        self._save_due = self._terminated = False
+        previous = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is not threading.main_thread() or previous is None:
+            logger.warning(
+                "SIGTERM will end this run without a checkpoint: it can be handled only in Python's main thread, and "
+                "only in place of a handler that Python knows."
+            )
+            return
+        if self._previous_handler is None:
+            self._previous_handler = previous
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, signum, frame):
+        self._terminated = True
+        self.restore_signal_handler()
+
+    def restore_signal_handler(self) -> None:
+        """Let SIGTERM do again what it did before training. Does nothing the second time."""
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+            self._previous_handler = None
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.restore_signal_handler()
 
     def on_step_end(self, args, state, control, **kwargs):
+        inside = (state.global_step - self._first_step) % self.updates_per_rollout
         # TRL restores neither its step counter nor the buffered rollout, so a checkpoint inside a rollout would repeat
         # prompts after a resume and lose the calibration's tokens. The last step saves as it is: nothing follows.
-        if control.should_save and state.global_step % self.updates_per_rollout and not control.should_training_stop:
+        if control.should_save and inside and not control.should_training_stop:
             control.should_save = False
             self._save_due = True
-        elif self._save_due and state.global_step % self.updates_per_rollout == 0:
+        elif self._save_due and not inside:
             control.should_save = True
             self._save_due = False
+        if not inside and self._any_terminated(args.device):
+            logger.warning("SIGTERM: taking a checkpoint at step %d, then training stops.", state.global_step)
+            control.should_save = control.should_training_stop = True
+            # The time until a scheduler kills is short.
+            control.should_evaluate = False
         return control
+
+    def _any_terminated(self, device: torch.device) -> bool:
+        """Whether SIGTERM came, on any process; the same answer on all."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return self._terminated
+        terminated = torch.tensor(self._terminated, dtype=torch.int32, device=device)
+        torch.distributed.all_reduce(terminated, op=torch.distributed.ReduceOp.MAX)
+        return bool(terminated)
 
 
 class CalibrationCallback(RolloutBoundaryCallback):

@@ -1,11 +1,17 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
-"""`calclip_state.json`: the calibration's state in a checkpoint, written by rename, read with suspicion."""
+"""
+`calclip_state.json`, the calibration's state in a checkpoint, written by rename, read with suspicion; and which
+checkpoints are complete.
+"""
 
 import json
 import logging
 import os
 from pathlib import Path
 from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .clip_range import ClipRange
 
@@ -60,6 +66,78 @@ def read_state(directory: str) -> dict[str, Any] | None:
             f"{remedy}"
         )
     return state
+
+
+def find_checkpoint(wanted: str | os.PathLike | bool | None, output_dir: str) -> str | None:
+    """
+    The checkpoint to resume from.
+
+    Args:
+        wanted (`str`, `PathLike`, `bool` or `None`):
+            A checkpoint's directory; `True`, or the text `"true"` or `"latest"`, for the newest complete one in
+            `output_dir`; `None`, `False`, or the text `"false"` or `"none"`, for none.
+        output_dir (`str`): The run's directory. Incomplete checkpoints in it are skipped with a notice.
+
+    Returns:
+        `str` or `None`: Directory of a complete checkpoint, `None` where none is wanted.
+
+    Raises:
+        ValueError: If the directory is not a complete checkpoint, or `output_dir` holds none.
+    """
+    text = str(wanted).lower()
+    if text in ("none", "false"):
+        return None
+    if text not in ("true", "latest"):
+        fault = checkpoint_fault(wanted)
+        if fault is not None:
+            raise ValueError(
+                f"`resume_from_checkpoint={str(wanted)!r}` cannot be resumed from: {fault}. Give the directory of a "
+                "complete checkpoint, or True for the newest complete one in `output_dir`."
+            )
+        return str(wanted)
+    skipped = []
+    for path in _checkpoints_in(output_dir):
+        fault = checkpoint_fault(path)
+        if fault is None:
+            if skipped:
+                logger.warning("Resuming from %s. Skipped: %s.", path, "; ".join(skipped))
+            return str(path)
+        skipped.append(f"{path} ({fault})")
+    raise ValueError(
+        f"`resume_from_checkpoint=True` found no complete checkpoint in `output_dir={output_dir!r}`"
+        + (f": {'; '.join(skipped)}. " if skipped else ", nor any other. ")
+        + "Set `output_dir` to the run's directory, or start anew without `resume_from_checkpoint`."
+    )
+
+
+def _checkpoints_in(output_dir: str) -> list[Path]:
+    """Directories named as checkpoints, the newest first; complete or not."""
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    found = [
+        (int(path.name.removeprefix(prefix)), path)
+        for path in Path(output_dir).glob(f"{prefix}*")
+        if path.is_dir() and path.name.removeprefix(prefix).isdecimal()
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def checkpoint_fault(directory: str | os.PathLike) -> str | None:
+    """
+    What is wrong with a checkpoint, `None` for a complete one.
+
+    `trainer_state.json` is written last, when all else is there on every rank, so that its text tells. A complete
+    checkpoint without `calclip_state.json` is therefore one of plain TRL, not a broken one of ours.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        return "there is no such directory"
+    try:
+        json.loads((path / TRAINER_STATE_NAME).read_text())["global_step"]
+    except FileNotFoundError:
+        return f"it has no {TRAINER_STATE_NAME}, the run ended while it was written"
+    except (ValueError, KeyError, TypeError) as error:
+        return f"its {TRAINER_STATE_NAME} is damaged, {error!r}"
+    return None
 
 
 def check_world(saved: dict[str, int], current: dict[str, int]) -> None:

@@ -136,7 +136,8 @@ class HealthArguments:
         alarm_sample_size_limit (`float`, *optional*, defaults to `0.3`):
             Share of the tokens; verl's band.
         alarm_nonfinite (`str`, *optional*, defaults to `"warn"`):
-            On a loss or a gradient norm that is not finite, or a share of such ratios above `alarm_nonfinite_limit`.
+            On a loss that is not finite, or a share of such ratios above `alarm_nonfinite_limit`. A gradient norm that
+            is not finite ends the run before the optimizer step, whatever is set here.
         alarm_nonfinite_limit (`float`, *optional*, defaults to `0.0`):
             Share of the tokens of a calibration batch.
         alarm_garbled (`str`, *optional*, defaults to `"warn"`):

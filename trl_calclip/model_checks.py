@@ -1,10 +1,60 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
 """Models that FP8 or the calibration cannot take, refused with the reason."""
 
+import torch
 from torch import nn
 from torchao.float8.float8_linear import Float8Linear
+from transformers import ProcessorMixin
 
 from .fp8.linear import fp8_linears
+
+
+def refuse_unsuited(model: nn.Module) -> None:
+    """
+    Refuse models of a kind that is not trained in FP8 here, before TRL fails on them at the first rollout.
+
+    Tied embeddings are fine.
+
+    Raises:
+        ValueError: If the model is no causal language model, or has FP16 weights.
+        NotImplementedError: If it has a vision or audio tower.
+    """
+    config = model.config.to_dict()
+    if config.get("is_encoder_decoder") or not model.can_generate() or model.get_output_embeddings() is None:
+        raise ValueError(
+            f"`model` must be a causal language model, and {type(model).__name__} is none: it cannot continue a "
+            "prompt. Use a checkpoint whose `config.json` names a `...ForCausalLM` in `architectures`."
+        )
+    towers = [name for name in ("vision_config", "audio_config") if config.get(name)]
+    if towers:
+        raise NotImplementedError(
+            f"`model` is a {type(model).__name__} with a {towers[0].removesuffix('_config')} tower, whose linears "
+            "trainer and engine would not quantize alike. Use a text model, or `fp8_recipe=None` with "
+            "`fp8_rollout='off'`."
+        )
+    if any(param.dtype == torch.float16 for param in model.parameters()):
+        raise ValueError(
+            "`model` has FP16 weights: their exponents are too short for updates and for the rounding to BF16 that "
+            "FP8 starts from. Load it in FP32 or BF16, e.g. `model_init_kwargs={'dtype': 'float32'}`."
+        )
+
+
+def refuse_tokenizer(processing_class) -> None:
+    """
+    Refuse a tokenizer without an end token: TRL looks for it in every completion.
+
+    Args:
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]): Tokenizer.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer (`processing_class`) has no EOS token: completions could not end, and TRL could not mask "
+            "what follows. Set one that the model knows, `tokenizer.eos_token = '...'`, and pass the tokenizer."
+        )
 
 
 def refuse_quantized(model: nn.Module) -> None:
