@@ -4,7 +4,8 @@
 import dataclasses
 from dataclasses import dataclass, field
 
-from .calibrated_grpo_config import CalibratedGRPOConfig, check_number
+from .calibrated_grpo_config import CalibratedGRPOConfig
+from .config_checks import check_checkpoints, check_number
 
 
 @dataclass
@@ -90,7 +91,7 @@ class CalibratedDAPOConfig(CalibratedGRPOConfig):
                         f"{_DEFAULTS[name]!r}, or switch dynamic sampling on."
                     )
             return
-        self._check_checkpoints("dynamic_sampling")
+        check_checkpoints(self, "dynamic_sampling")
         # Rows of several rounds form one batch: nothing about a row may depend on which rows it was generated with.
         if self.scale_rewards == "batch":
             raise ValueError(
