@@ -55,7 +55,9 @@ def tables(path: Path) -> list[list[dict[str, str]]]:
     """Tables of a page, each a list of rows by column."""
     found = []
     for block in re.findall(r"(?:^\|.*\|\n)+", path.read_text() + "\n", re.MULTILINE):
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.strip().splitlines()]
+        rows = [
+            [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in block.strip().splitlines()
+        ]
         found.append([dict(zip(rows[0], row, strict=True)) for row in rows[2:]])
     return found
 
@@ -69,7 +71,7 @@ def commands(path: Path) -> list[str]:
     """Command lines of a page: of its `bash` blocks, its indented blocks and its code spans."""
     text = path.read_text()
     lines = [line for _, block in blocks(path, "bash") for line in block.replace("\\\n", " ").splitlines()]
-    lines += re.findall(r"^ {4,}(\S.*)$", FENCE.sub("", text), re.MULTILINE)
+    lines += re.findall(r"^ {4,}(\S.*)$", FENCE.sub("", text).replace("\\\n", " "), re.MULTILINE)
     lines += [span for span in CODE.findall(FENCE.sub("", text)) if " " in span]
     starts = r"^(?:\w+=\S+ )*(?:\S*/)?(make|python3?|accelerate|pip|vllm|trl|trl-calclip|pytest|torchrun)\s"
     return [re.sub(r"\s+#.*$", "", line).strip() for line in lines if re.match(starts, line.strip())]

@@ -68,5 +68,8 @@ def test_wheel_installs_and_imports(distributions, tmp_path):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout.strip().splitlines()[-1])
+    doctor = [sys.executable, "-m", "trl_calclip.cli", "doctor", "--json"]
+    told = subprocess.run(doctor, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert told.returncode == 0 and "rowwise" in told.stdout, told.stderr[-3000:]
     assert found["file"].startswith(str(target)) and found["start"] == [0.6, 1.8]
     assert "CalibratedGRPOTrainer" in found["names"]

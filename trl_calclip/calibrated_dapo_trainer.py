@@ -316,10 +316,9 @@ class CalibratedDAPOTrainer(CalibratedGRPOTrainer):
         return super().keeps_state or self.args.dynamic_sampling
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # Before `calclip_state.json`: with that the checkpoint's state is complete.
+        super().save_model(output_dir, _internal_call)
         if self.args.dynamic_sampling and self.args.should_save:
             save_surplus(output_dir or self.args.output_dir, self._surplus)
-        super().save_model(output_dir, _internal_call)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
