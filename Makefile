@@ -11,17 +11,18 @@ INSTALLED := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help install demo test test-fast coverage lint typecheck format docs newcomer clean
+.PHONY: help install demo test test-fast coverage lint typecheck format docs newcomer test-matrix clean
 
 help:
 	@echo "make demo       train a small FP8 policy on the CPU (ARGS=... goes to the example)"
 	@echo "make test       run every test that needs no GPU"
 	@echo "make test-fast  the same without vLLM engines and training runs"
+	@echo "make test-matrix  the fast tests with the oldest and the newest supported TRL, transformers, torchao and vLLM"
 	@echo "make coverage   every test that needs no GPU, and a table of the lines that none of them ran"
 	@echo "make lint       check style and types;  make format  apply the style;  make typecheck  types alone"
 	@echo "make docs       build the documentation's site into site/"
 	@echo "make newcomer   follow README and drop-in guide literally, each in a clean clone and environment (long)"
-	@echo "make clean      remove build products and caches, not .venv"
+	@echo "make clean      remove build products and caches, not .venv or .matrix"
 
 install: $(INSTALLED)
 
@@ -45,6 +46,9 @@ test: $(INSTALLED)
 
 test-fast: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not vllm and not slow" $(ARGS)
+
+test-matrix: $(INSTALLED)
+	$(BIN)/python scripts/test_matrix.py $(ARGS)
 
 # Lines that only run in processes of their own (launchers, servers) are not seen.
 coverage: $(INSTALLED)

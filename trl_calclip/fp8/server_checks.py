@@ -14,7 +14,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from .._trl_compat import SUPPORTED_VERSIONS
+from .._versions import SUPPORTED_VERSIONS
 from .recipes import Recipe
 from .selection import Selection, canonical_name
 
