@@ -143,6 +143,17 @@ def pip(python: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+def contradictions(output: str, versions: dict[str, Version]) -> list[str]:
+    """Requirements that rule out one of `versions`, from what pip says when it cannot resolve a list."""
+    found = re.findall(r"^ *(\S+ \S+) depends on (\S+.*)$", output, re.MULTILINE)
+    requirements = [(who, Requirement(text.replace(" and ", ","))) for who, text in dict.fromkeys(found)]
+    return [
+        f"{who} needs {needed}"
+        for who, needed in requirements
+        if needed.name in versions and versions[needed.name] not in needed.specifier
+    ]
+
+
 def require_cpu_torch(python: str, wanted: Version) -> None:
     """Raise `RuntimeError` unless torch is `wanted`, built for CPUs."""
     code = "import torch; print(torch.__version__, torch.version.cuda)"
@@ -172,11 +183,9 @@ def build(cell: Cell, requirements: str, torch: Version) -> tuple[str, str]:
     (site,) = home.glob("lib/python*/site-packages")
     (site / "layers.pth").write_text("\n".join(layers) + "\n")
     (home / "wanted.txt").write_text(text)
-    note, process = "", pip(python, "install", "-q", "-r", str(home / "wanted.txt"))
+    note, process = "", pip(python, "install", "-r", str(home / "wanted.txt"))
     if process.returncode and not cell.supported:
-        lines = [line.strip() for line in process.stdout.splitlines() + process.stderr.splitlines()]
-        reasons = [line for line in lines if " depends on " in line or line.startswith("The user requested")]
-        note = "pip: contradicts " + "; ".join(reasons)
+        note = "installed against: " + "; ".join(contradictions(process.stdout, cell.versions))
         pins = read_pins(requirements)
         changed = [f"{name}=={version}" for name, version in cell.versions.items() if version != pins[name]]
         process = pip(python, "install", "-q", *changed, f"torch=={torch}")

@@ -65,6 +65,15 @@ def test_output_of_pip():
         matrix.read_versions("")
 
 
+def test_what_pip_cannot_resolve():
+    output = (
+        "The conflict is caused by:\n    The user requested torchao==0.21.0\n    peft 0.21.2 depends on torchao\n"
+        "    trl 1.16.0 depends on torchao<0.20.0 and >=0.17\n    other 3.0 depends on numpy<2\n"
+    )
+    found = matrix.contradictions(output, {"torchao": Version("0.21.0")})
+    assert found == ["trl 1.16.0 needs torchao<0.20.0,>=0.17"]
+
+
 def test_pins_of_the_repository():
     requirements = (ROOT / "requirements-cpu.txt").read_text()
     pins = matrix.read_pins(requirements)
