@@ -85,6 +85,21 @@ def test_overclip_in_a_run(make_trainer):
     assert max(record["overclip_low_frac"], record["overclip_high_frac"]) > 0.05
 
 
+def test_search_at_the_edge_of_its_limits_in_a_run(make_trainer):
+    # Limits that begin at the reference bound, which is where the search ends where BF16 and FP8 clip alike.
+    trainer = make_trainer(max_steps=12, calibration_interval=1, calibration_upper_limits=[1.24, 2.0], **QUIET)
+    trainer.train()
+    (alarm,) = [alarm for alarm in health(trainer).alarms if alarm.name == "bounds_at_limit"]
+    assert alarm.step == 12 and "the search for the upper bound" in alarm.seen and "in 3 calibrations" in alarm.seen
+    assert "bounds_at_limit" not in names(make_and_train(make_trainer, calibration_upper_limits=[1.2, 2.0]))
+
+
+def make_and_train(make_trainer, **overrides):
+    trainer = make_trainer(max_steps=12, calibration_interval=1, **overrides, **QUIET)
+    trainer.train()
+    return trainer
+
+
 def test_nonfinite_in_a_run(make_trainer, monkeypatch):
     def far_off(self, micro_batches):
         begin_rollout(self, micro_batches)

@@ -33,7 +33,7 @@ def write_run(directory, *, calibrated=True, alarm=False, steps=40):
             "bf16_pass_seconds": 2.0, "entropy_bin/over-1/completions": 0.25,
         }  # fmt: skip
         state = {"clip_range": [0.7, 1.5], "num_rollouts": 10, "num_calibrations": 1, "num_skipped_calibrations": 0}
-        write_state(str(directory), {**state, "calibration_history": [record]})
+        write_state(str(directory), {**state, "calibration_history": [record], "schedule": {}, "world": {}})
     logs.append({"step": steps, "train_runtime": 30.0})
     (directory / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
     return directory

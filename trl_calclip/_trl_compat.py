@@ -19,6 +19,7 @@ import trl.generation.vllm_generation as vllm_generation_module
 import trl.trainer.grpo_trainer as grpo_trainer_module
 from accelerate.utils import is_peft_model
 from datasets import IterableDataset
+from transformers import TrainerControl
 from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -38,6 +39,7 @@ class HookedGRPOTrainer(GRPOTrainer):
     no hook: it neither counts as a rollout nor replaces the buffered one.
     """
 
+    control: TrainerControl
     _scoring_policy = False
     # Entropies that the loss computed beside `per_token_logps`, `(B, T)`, nats; there in `after_policy_forward`.
     policy_entropies: torch.Tensor | None = None

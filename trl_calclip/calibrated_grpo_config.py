@@ -24,8 +24,8 @@ TOKEN_DEFAULTS: dict[str, Any] = {
     "max_upper_step": 0.10,
     "start": [0.6, 1.8],
 }
-# For one ratio per completion, as multiples of the reference bounds' distances from 1. FP8's noise is 20 to 135 times
-# GSPO's lower distance where it was measured (docs/dapo.md); the bounds have to get that far and back.
+# For one ratio per completion, as multiples of the reference bounds' distances from 1. FP8's noise is 20 to 180 times
+# GSPO's lower distance where it was measured (docs/dapo.md); the bounds have to get far, and back.
 SEQUENCE_NEAR = 0.5
 SEQUENCE_FAR = 100.0
 SEQUENCE_MAX_STEP = 10.0

@@ -244,7 +244,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         if self._collector is not None and not off_policy:
             self._collector.add_at_zero_drift(per_token_logps - inputs["old_per_token_logps"], mask)
         elif self._bf16_per_token_logps is not None:
-            entries = {
+            assert self._collector is not None and self.policy_entropies is not None
+            entries: dict[str, Any] = {
                 "per_token_logps": per_token_logps,
                 "old_per_token_logps": inputs["old_per_token_logps"],
                 "bf16_per_token_logps": self._bf16_per_token_logps,
@@ -267,6 +268,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         self, advantages: torch.Tensor, logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor
     ) -> None:
         """Count a micro-batch's negative tokens and the clipped ones among them, as the calibration counts them."""
+        assert self._watched is not None
         log_ratio = logps - old_logps
         if self.importance_sampling_level == "sequence":
             log_ratio, mask = mean_log_ratio(logps, old_logps, mask), mask.any(-1, keepdim=True)
@@ -295,7 +297,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             return
         cap = self.args.vllm_importance_sampling_clip_max or 2.0
         sums = sum(
-            mismatch_sums(*(inputs[name] for name in _MISMATCH_INPUTS), loss_mask(inputs), cap=cap)
+            mismatch_sums(**{name: inputs[name] for name in _MISMATCH_INPUTS}, mask=loss_mask(inputs), cap=cap)
             for inputs in micro_batches
         )
         self.log_in_training(mismatch_metrics(self.accelerator.reduce(sums, reduction="sum")))

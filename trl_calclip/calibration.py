@@ -314,7 +314,7 @@ def sequence_entries(
     importance_sampling_ratio: torch.Tensor | None,
     sampling_per_token_logps: torch.Tensor | None,
     entropies: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor | None]:
     """
     Completions in place of tokens, for a loss with one importance ratio per completion.
 
@@ -326,8 +326,8 @@ def sequence_entries(
         **all: As for [`TokenCollector.add`], `(B, T)`.
 
     Returns:
-        `dict[str, torch.Tensor]`: Arguments for [`TokenCollector.add`], `(B, 1)` each; a completion without tokens in
-        the mask is outside the returned mask.
+        `dict[str, torch.Tensor | None]`: Arguments for [`TokenCollector.add`], `(B, 1)` each; a completion without
+        tokens in the mask is outside the returned mask. `entropies` is `None` where it was not given.
     """
     mask = mask.bool()
     if sampling_per_token_logps is None:

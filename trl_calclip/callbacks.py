@@ -185,6 +185,7 @@ class AdaptiveCalibrationCallback(CalibrationCallback):
         """Whether the share of clipped tokens has left the band; `False` for no tokens."""
         if num_negative == 0:
             return False
+        assert self.target_share is not None
         share = num_clipped / num_negative
         likely = max(share, self.target_share)
         noise = 2 * math.sqrt(likely * (1 - likely) / num_negative)

@@ -88,6 +88,7 @@ def find_checkpoint(wanted: str | os.PathLike | bool | None, output_dir: str) ->
     if text in ("none", "false"):
         return None
     if text not in ("true", "latest"):
+        assert wanted is not None and not isinstance(wanted, bool)  # their texts are among those above
         fault = checkpoint_fault(wanted)
         if fault is not None:
             raise ValueError(
@@ -95,7 +96,7 @@ def find_checkpoint(wanted: str | os.PathLike | bool | None, output_dir: str) ->
                 "complete checkpoint, or True for the newest complete one in `output_dir`."
             )
         return str(wanted)
-    skipped = []
+    skipped: list[str] = []
     for path in _checkpoints_in(output_dir):
         fault = checkpoint_fault(path)
         if fault is None:

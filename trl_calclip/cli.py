@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -39,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     parser = argparse.ArgumentParser(prog="trl-calclip", description="Look at FP8 reinforcement learning.")
     commands = parser.add_subparsers(dest="command", required=True)
-    new = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+    new: dict[str, Any] = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
 
     doctor = commands.add_parser("doctor", help="versions, hardware, and which recipes run here", **new)
     doctor.add_argument("--round-trip", action="store_true", help="send a tiny model through an FP8 engine")

@@ -200,7 +200,7 @@ class _Scorer:
 
     def score(self, part: list[int], rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies, `(B, T)`, 0 in the padding."""
-        sequences, lengths = ([values[i] for i in part] for values in (self.rollout.sequences, self.rollout.lengths))
+        sequences, lengths = [self.rollout.sequences[i] for i in part], [self.rollout.lengths[i] for i in part]
         scored = score_completions(self.model, sequences, lengths, rows or len(part))
         return tuple(pad_sequence(values, batch_first=True) for values in scored)
 
@@ -215,11 +215,10 @@ class _Scorer:
 
     def mask(self, part: list[int]) -> torch.Tensor:
         lengths = torch.tensor([self.rollout.lengths[i] for i in part])
-        return (torch.arange(lengths.max())[None] < lengths[:, None]).to(self.model.device)
+        return (torch.arange(lengths.max().item())[None] < lengths[:, None]).to(self.model.device)
 
-    def engine(self, part: list[int]) -> torch.Tensor | None:
-        if self.rollout.logps is None:
-            return None
+    def engine(self, part: list[int]) -> torch.Tensor:
+        assert self.rollout.logps is not None
         return pad_sequence([self.rollout.logps[i] for i in part], batch_first=True).to(self.model.device)
 
 
@@ -232,8 +231,8 @@ def _measure(
     old_fp8 = [scorer.fp8(part) for part in scorer.parts]
     old_bf16 = [scorer.bf16(part) for part in scorer.parts]
     advance("BF16 noise floor")
-    floor = [scorer.bf16(part, rows=1) - old for part, old in zip(scorer.parts, old_bf16, strict=True)]
-    floor = torch.cat([values[mask] for values, mask in zip(floor, masks, strict=True)])
+    floors = [scorer.bf16(part, rows=1) - old for part, old in zip(scorer.parts, old_bf16, strict=True)]
+    floor = torch.cat([values[mask] for values, mask in zip(floors, masks, strict=True)])
     layers = _layers(model) if settings.per_layer else {}
     before = {}
     for name, linears in layers.items():
@@ -254,8 +253,8 @@ def _measure(
         loss = -((ratio * mask).sum(-1) / mask.sum(-1) * own).mean()
         optimizer.zero_grad()
         loss.backward()
-        if update:
-            engine = scorer.engine(part)
+        if bf16 is not None:
+            engine = None if rollout.logps is None else scorer.engine(part)
             collector.add(
                 per_token_logps=logps.detach(),
                 old_per_token_logps=old,
@@ -282,14 +281,14 @@ def _measure(
 
     gap, mismatch = math.nan, {}
     if rollout.logps is not None:
-        engine = [scorer.engine(part) for part in scorer.parts]
-        sums = [mismatch_sums(*values) for values in zip(old_fp8, engine, masks, strict=True)]
-        mismatch = mismatch_metrics(sum(sums))
-        gaps = [(old - own)[mask] for old, own, mask in zip(old_fp8, engine, masks, strict=True)]
+        engines = [scorer.engine(part) for part in scorer.parts]
+        sums = [mismatch_sums(*values) for values in zip(old_fp8, engines, masks, strict=True)]
+        mismatch = mismatch_metrics(sum(sums, torch.zeros_like(sums[0])))
+        gaps = [(old - own)[mask] for old, own, mask in zip(old_fp8, engines, masks, strict=True)]
         gap = torch.cat(gaps).abs().mean().item()
     outside = (floor.exp() < settings.reference.lower) | (floor.exp() > settings.reference.upper)
     pool = collector.pool(Accelerator(cpu=True))
-    found = _solve(pool, settings)
+    solved = _solve(pool, settings)
     found = Diagnosis(
         recipe=recipe,
         gap=gap,
@@ -297,7 +296,7 @@ def _measure(
         bf16_floor_std=floor.std().item(),
         bf16_floor_clipped=outside.double().mean().item(),
         layers=after,
-        **found,
+        **solved,
     )
     verdict, reason = judge(found, settings)
     return dataclasses.replace(found, verdict=verdict, reason=reason)

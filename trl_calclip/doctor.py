@@ -30,7 +30,7 @@ def installed_version(name: str) -> str | None:
 def device_name() -> str:
     """The GPU with its compute capability, or the CPU with its cores."""
     if torch.cuda.is_available():
-        capability = ".".join(map(str, cuda_capability()))
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
         count = torch.cuda.device_count()
         return f"{count} x {torch.cuda.get_device_name()}, compute capability {capability}, CUDA {torch.version.cuda}"
     model = platform.machine()
@@ -66,9 +66,10 @@ def examine() -> dict[str, Any]:
 
 
 def _recipe(recipe: Recipe) -> dict[str, str]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    capability = cuda_capability()
+    device = "cpu" if capability is None else "cuda"
     try:
-        emulated = resolve_emulate(recipe, device, cuda_capability(), None)
+        emulated = resolve_emulate(recipe, device, capability, None)
         trainer, why = "emulated" if emulated else "native", ""
         if emulated:
             why = "no float8 GEMM on a CPU: quantized as on a GPU, multiplied in float32."
@@ -80,7 +81,7 @@ def _recipe(recipe: Recipe) -> dict[str, str]:
     elif device == "cpu" and recipe.vllm_cpu_quantization != recipe.vllm_quantization:
         rollout = f"emulated ({recipe.vllm_cpu_quantization})"
         why += f" vLLM's {recipe.vllm_quantization} has no CPU kernel: this package's stand-in."
-    elif device == "cuda" and cuda_capability() < (8, 9):
+    elif capability is not None and capability < (8, 9):
         rollout = "no"
         why += " vLLM quantizes weights alone on GPUs below compute capability 8.9, which is another policy."
     else:
@@ -116,6 +117,7 @@ def round_trip(recipe: str) -> dict[str, Any]:
     convert_to_fp8(model, chosen, emulate=resolve_emulate(chosen, device, cuda_capability(), None))
     with torch.no_grad():
         ours = torch.cat(completion_logps(model, rollout.sequences, rollout.lengths)).cpu()
+    assert rollout.logps is not None  # an engine sampled it
     gap = (ours - torch.cat(rollout.logps)).abs().mean().item()
     return {
         "recipe": recipe,

@@ -100,10 +100,10 @@ class HealthMonitor:
         settings = self.settings
         yield from self._entropy(entry.get("entropy"))
         yield from self._bounds(entry)
-        overclip = {side: entry.get(f"calclip/overclip_{side}_frac") for side in ("low", "high")}
-        overclip = {side: value for side, value in overclip.items() if value is not None}
+        shares = {side: entry.get(f"calclip/overclip_{side}_frac") for side in ("low", "high")}
+        overclip = {side: value for side, value in shares.items() if value is not None}
         if overclip:
-            side = max(overclip, key=overclip.get)
+            side = max(overclip, key=overclip.__getitem__)
             seen = (
                 f"{overclip[side]:.1%} of the tokens with {'negative' if side == 'low' else 'positive'} advantage are "
                 f"over-clipped ({side} side), more than {settings.alarm_overclip_limit:.1%}."
@@ -134,6 +134,7 @@ class HealthMonitor:
             return
         window = self._entropies
         window.append(value)
+        assert window.maxlen is not None
         if len(window) < window.maxlen:
             return
         mean = sum(window) / len(window)
@@ -148,7 +149,7 @@ class HealthMonitor:
         self._entropy_low = min(low, mean)
 
     def _bounds(self, entry: Mapping[str, Any]):
-        targets = {side: entry.get(f"calclip/{side}_target") for side in self.limits}
+        targets: dict[str, Any] = {side: entry.get(f"calclip/{side}_target") for side in self.limits}
         # A skipped calibration has no share of BF16 and says nothing of the search.
         if None in targets.values() or entry.get("calclip/alpha_low_bf16") is None:
             return
@@ -157,7 +158,7 @@ class HealthMonitor:
             near = EDGE * (limits[1] - limits[0])
             at_edge = not limits[0] + near < targets[side] < limits[1] - near
             self._at_limit[side] = self._at_limit[side] + 1 if at_edge else 0
-        side = max(self._at_limit, key=self._at_limit.get)
+        side = max(self._at_limit, key=self._at_limit.__getitem__)
         times = self._at_limit[side]
         seen = (
             f"the search for the {side} bound ended at the edge of its limits, {targets[side]:g}, in {times} "

@@ -10,6 +10,7 @@ CUDA graphs' buffers) is not in them: leave 10 to 15 % free.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -147,7 +148,7 @@ def _qwen25_32b() -> Qwen2Config:
 
 
 # Model, GPUs and settings of the run files in `configs/`.
-SETTINGS = [
+SETTINGS: list[tuple[str, PreTrainedConfig, str, dict[str, Any]]] = [
     ("Qwen3-8B-Base", _qwen3(4096, 12288, 36, 32), "8, one node", dict(
         num_gpus=8, parallelism="fsdp2", micro_batch_size=2, sequence_length=9216, kv_cache_tokens=16 * 9216)),
     ("Qwen3-8B-Base", _qwen3(4096, 12288, 36, 32), "8, one node", dict(

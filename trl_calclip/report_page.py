@@ -33,7 +33,7 @@ STATE_FILE = "trainer_state.json"
 # A colour that nothing else has; it becomes the page's text colour.
 _INK = "#010203"
 # The layout is settled before the ticks are: without it a wider tick label would be cut off.
-_WHOLE = {"bbox_inches": "tight", "pad_inches": 0.05}
+_WHOLE: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.05}
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ def _overview(runs: Sequence[Run], panels: Sequence[Panel], path: Path) -> None:
 
 def svg(panel: Panel, runs: Sequence[Run]) -> str:
     """A panel as an SVG element: text in the page's colour, transparent ground, ids of its own, an alt text."""
-    ink = {name: _INK for name in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")}
+    colored = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    ink: dict[Any, str] = {name: _INK for name in colored}
     buffer = io.StringIO()
     with matplotlib.rc_context({**ink, "svg.fonttype": "path", "svg.hashsalt": panel.key, "font.size": 12}):
         _figure(panel, runs).savefig(buffer, format="svg", transparent=True, metadata={"Date": None}, **_WHOLE)
@@ -175,8 +176,9 @@ def svg(panel: Panel, runs: Sequence[Run]) -> str:
     text = re.sub(r'(url\(|href=")#', rf"\1#{panel.key}-", text)
     alt = html.escape(panel.alt(runs), quote=True)
     # Not a pattern's replacement: a backslash in a name would be one there.
-    box = re.search(r'viewBox="([^"]*)"', text)[1]
-    return f'<svg viewBox="{box}" role="img" aria-label="{alt}">' + text[text.index(">") + 1 :]
+    box = re.search(r'viewBox="([^"]*)"', text)
+    assert box is not None
+    return f'<svg viewBox="{box[1]}" role="img" aria-label="{alt}">' + text[text.index(">") + 1 :]
 
 
 def page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:

@@ -93,13 +93,14 @@ class Panel:
         return f"{self.title}, from the first to the last tenth of the run. {'; '.join(parts)}."
 
 
-def thin(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
+def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
     """At most `MAX_POINTS` points: means over equal chunks."""
     size = math.ceil(len(values) / MAX_POINTS)
     if size <= 1:
         return steps, values
     chunks = range(0, len(values), size)
-    return tuple([sum(part[i : i + size]) / len(part[i : i + size]) for i in chunks] for part in (steps, values))
+    steps, values = ([sum(part[i : i + size]) / len(part[i : i + size]) for i in chunks] for part in (steps, values))
+    return steps, values
 
 
 def moving_average(values: Sequence[float]) -> list[float]:

@@ -23,25 +23,25 @@ def log_histograms(callbacks: Iterable[TrainerCallback], values: Mapping[str, to
     Returns:
         `list[str]`: Trackers that took them.
     """
-    values = {name: tensor[tensor.isfinite()].float().numpy() for name, tensor in values.items()}
-    values = {f"train/{name}": array for name, array in values.items() if array.size}
+    arrays = {name: tensor[tensor.isfinite()].float().numpy() for name, tensor in values.items()}
+    arrays = {f"train/{name}": array for name, array in arrays.items() if array.size > 0}
     taken = []
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-            for name, array in values.items():
+            for name, array in arrays.items():
                 callback.tb_writer.add_histogram(name, array, step)
             taken.append("tensorboard")
         elif isinstance(callback, WandbCallback):
             import wandb
 
             if wandb.run is not None:
-                histograms = {name: wandb.Histogram(array) for name, array in values.items()}
+                histograms = {name: wandb.Histogram(array) for name, array in arrays.items()}
                 wandb.log({**histograms, "train/global_step": step})
                 taken.append("wandb")
         elif isinstance(callback, TrackioCallback):
             import trackio
 
-            histograms = {name: trackio.Histogram(array) for name, array in values.items()}
+            histograms = {name: trackio.Histogram(array) for name, array in arrays.items()}
             trackio.log({**histograms, "train/global_step": step})
             taken.append("trackio")
     return taken

@@ -163,6 +163,7 @@ class ServerVLLMGeneration(CheckedVLLMGeneration):
         weights = self.bf16_weights()
 
         def write() -> None:
+            assert self._files is not None
             try:
                 path = self._files.write(weights)
             except OSError as error:
@@ -258,6 +259,7 @@ class ServerVLLMGeneration(CheckedVLLMGeneration):
         cause = None
         if self.accelerator.is_main_process:
             try:
+                assert function is not None
                 outcome[0] = function(*args)
             except Exception as error:
                 cause = error

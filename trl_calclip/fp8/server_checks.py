@@ -116,6 +116,7 @@ def _quantization_problems(
             f"It has quantization {found or 'off'} and the rollout's recipe is {recipe.name!r}: "
             f"`--quantization {wanted}`" + (" (a CPU's stand-in)." if wanted != recipe.vllm_quantization else ".")
         ]
+    assert selection is not None  # there is one with every recipe
     given = model["quantization_config"] or {}
     patterns = given.get("ignore") or []
     names = [*map(canonical_name, selection.fp8), *selection.bf16]
