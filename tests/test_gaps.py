@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trl_calclip.embedded import build_model, build_tokenizer
+from trl_calclip.offline import sample_with_engine
 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -41,7 +42,8 @@ def test_alignment_lowers_the_gap_to_the_rollout(checkpoint, recipe):
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(2, 30, (96, 4), generator=generator).tolist()
     scheme = alignment.RECIPES[recipe].vllm_quantization
-    sequences, lengths, logps = alignment.sample(checkpoint, scheme, prompts, tokens=32)
+    rollout = sample_with_engine(checkpoint, scheme, prompts, tokens=32)
+    sequences, lengths, logps = rollout.sequences, rollout.lengths, rollout.logps
     assert sum(lengths) > 1000
 
     def gap(model):

@@ -187,6 +187,7 @@ trainer.train()
 """
 
 
+@pytest.mark.slow
 def test_checkpoint_of_two_ranks_on_one(make_trainer, toy_path, tmp_path):
     """Bounds, schedule, optimizer and place in the dataset go on; with other batch sizes the resume is refused."""
     torchrun(tmp_path, TWO_RANKS, toy_path, tmp_path / "run", ranks=2)
