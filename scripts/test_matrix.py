@@ -242,22 +242,24 @@ def read_report(text: str) -> Result:
 
 
 def show(cells: list[Cell], results: dict[str, Result]) -> None:
-    """Print the table, and below it the tests that failed."""
+    """Print the table, and below it the notes and the tests that failed."""
     console = Console(width=max(Console().width, 120))
     table = Table(title="Fast tests", title_justify="left")
     for column in ("cell", *PACKAGES, "passed", "failed", "skipped", "seconds", "note"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for cell in cells:
         versions = [str(cell.versions[name]) for name in PACKAGES]
         if cell.same_as:
             table.add_row(cell.name, *versions, "", "", "", "", f"same as {cell.same_as}, run once")
             continue
         result = results[cell.name]
-        note = "; ".join(filter(None, ["outside the range, informative" if cell.tried else "", result.note]))
+        note = "informative" if cell.tried else ""
         counts = (result.passed, len(result.failed), result.skipped, round(result.seconds))
         table.add_row(cell.name, *versions, *map(str, counts), note)
     console.print(table)
     for name, result in results.items():
+        if result.note:
+            console.print(f"{name}: {result.note}", markup=False)
         for failed in result.failed:
             console.print(f"{name}: {failed}", markup=False)
 
