@@ -20,6 +20,27 @@ from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer  # noqa: E40
 from trl_calclip.embedded import build_model, build_tokenizer  # noqa: E402
 
 
+# Four updates per rollout, of which every second calibrates.
+SETTINGS = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "steps_per_generation": 4,
+    "max_completion_length": 8,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "max_steps": 8,
+    "calibration_interval": 2,
+    "calibration_min_tokens": 1,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "seed": 7,
+}
+
+
 @pytest.fixture(autouse=True)
 def no_launcher_variables():
     """TRL leaves a launcher's variables behind when it builds an engine; later trainers would heed them."""
@@ -61,26 +82,7 @@ def make_config(tmp_path):
     """Function from overrides to a config with four updates per rollout, of which every second calibrates."""
 
     def build(**overrides) -> CalibratedGRPOConfig:
-        settings = {
-            "output_dir": str(tmp_path / "run"),
-            "per_device_train_batch_size": 4,
-            "num_generations": 4,
-            "steps_per_generation": 4,
-            "max_completion_length": 8,
-            "learning_rate": 1e-3,
-            "lr_scheduler_type": "constant",
-            "max_steps": 8,
-            "calibration_interval": 2,
-            "calibration_min_tokens": 1,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "gradient_checkpointing": False,
-            "seed": 7,
-        }
-        return CalibratedGRPOConfig(**{**settings, **overrides})
+        return CalibratedGRPOConfig(**{"output_dir": str(tmp_path / "run"), **SETTINGS, **overrides})
 
     return build
 

@@ -6,6 +6,7 @@ import gc
 import json
 import warnings
 
+import conftest
 import pytest
 import torch
 from conftest import digits_reward
@@ -16,25 +17,7 @@ from trl_calclip.checkpoint import STATE_NAME, read_state
 from trl_calclip.dynamic_sampling import SURPLUS_NAME, load_surplus
 
 
-SETTINGS = {
-    "per_device_train_batch_size": 4,
-    "num_generations": 4,
-    "steps_per_generation": 4,
-    "max_completion_length": 8,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "max_steps": 8,
-    "calibration_interval": 2,
-    "calibration_min_tokens": 1,
-    "mask_truncated_completions": False,  # a random model rarely stops
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-    "seed": 7,
-}
+SETTINGS = {**conftest.SETTINGS, "mask_truncated_completions": False}  # a random model rarely stops
 
 
 def half_uniform_reward(prompts, completions, **kwargs):

@@ -2,12 +2,9 @@
 """Dynamic sampling on two gloo ranks, each with its own vLLM engine, one of which only ever makes uniform groups."""
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
+from launching import torchrun
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -70,14 +67,7 @@ with open(f"{output_dir}/rank{rank}.json", "w") as file:
 
 
 def test_two_ranks_agree_on_every_round(toy_path, tmp_path):
-    script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", str(script), toy_path, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
-    assert run.returncode == 0, run.stderr[-3000:]
+    torchrun(tmp_path, SCRIPT, toy_path, tmp_path, ranks=2)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert len(first["kept"]) == 25 and len(first["bounds"]) == 25
     for name in ("drawn", "kept", "bounds", "spread", "position", "caps", "items", "weights", "surplus"):

@@ -7,7 +7,6 @@ The tests of the row-wise server share one, in the order in which they stand: ea
 
 import copy
 import ctypes
-import dataclasses
 import json
 import os
 import re
@@ -22,11 +21,11 @@ import urllib.request
 
 import pytest
 import torch
-from conftest import digits_reward
+from conftest import SETTINGS, digits_reward
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from trl_calclip import CalibratedDAPOConfig, CalibratedDAPOTrainer, CalibratedGRPOConfig
+from trl_calclip import CalibratedDAPOConfig, CalibratedDAPOTrainer
 from trl_calclip._trl_compat import RolloutServerError
 from trl_calclip.checkpoint import read_state
 from trl_calclip.fp8.recipes import get_recipe
@@ -184,20 +183,17 @@ def test_trained_through_files(make_server_trainer, rowwise, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_dynamic_sampling_over_a_server(toy_path, toy_dataset, rowwise, make_config):
+def test_dynamic_sampling_over_a_server(toy_path, toy_dataset, rowwise, tmp_path):
     """Rounds of different sizes through the server; every trained group has spread."""
 
     def half_uniform(prompts, completions, **kwargs):
         return [value * (int(p[0]) % 2 == 0) for p, value in zip(prompts, digits_reward(completions), strict=True)]
 
-    names = {field.name for field in dataclasses.fields(CalibratedGRPOConfig) if field.init}
-    settings = {name: value for name, value in dataclasses.asdict(make_config()).items() if name in names}
-    settings |= {"generation_batch_size": None, "use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 300.0}
-    settings |= {"vllm_server_base_url": rowwise.url, "mask_truncated_completions": False, "epsilon_high": 0.28}
-    settings |= {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
-    trainer = CalibratedDAPOTrainer(
-        toy_path, half_uniform, CalibratedDAPOConfig(**settings, dynamic_sampling_surplus=1), train_dataset=toy_dataset
-    )
+    args = CalibratedDAPOConfig(
+        output_dir=str(tmp_path), **SETTINGS, mask_truncated_completions=False, dynamic_sampling_surplus=1,
+        use_vllm=True, vllm_mode="server", vllm_server_base_url=rowwise.url, vllm_server_timeout=300.0,
+    )  # fmt: skip
+    trainer = CalibratedDAPOTrainer(toy_path, half_uniform, args, train_dataset=toy_dataset)
     trainer.train()
     assert trainer.num_rollouts == 2 and trainer.num_calibrations == 1 and trainer.num_cap_hits == 0
     assert logged(trainer, "dynamic_sampling/kept_groups") == [4.0, 4.0]

@@ -214,7 +214,8 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         args, seed = self.args, (self.args.seed, self.num_rollouts)
         first, total = args.gradient_accumulation_steps, self.micro_batches_per_rollout
         self._drawn = draw_micro_batches(args.calibration_fraction, first, total, seed)
-        longest = args.max_completion_length
+        # A `rollout_func` may return completions of any length.
+        longest = args.max_completion_length if self.rollout_func is None else None
         self._collector = TokenCollector(
             self.accelerator.process_index,
             self.accelerator.num_processes,

@@ -127,12 +127,7 @@ class TokenCollector:
         """
         if advantages.dim() == 1:
             advantages = advantages.unsqueeze(1)
-        if sampling_per_token_logps is None:
-            sampling_per_token_logps = old_per_token_logps
-        else:
-            sampling_per_token_logps = torch.where(
-                sampling_per_token_logps.isnan(), old_per_token_logps, sampling_per_token_logps
-            )
+        sampling_per_token_logps = _or_old_policy(sampling_per_token_logps, old_per_token_logps)
         if importance_sampling_ratio is None:
             importance_sampling_ratio = torch.ones_like(advantages)
         if entropies is None:
@@ -190,6 +185,11 @@ class TokenCollector:
             rows = accelerator.gather(padded)
             rows = sample_rows(rows[rows[:, 2] != 0].cpu(), self._max_tokens, self._seed)
         return TokenPool.from_rows(rows[_numbers(rows).argsort()])
+
+
+def _or_old_policy(sampling_logps: torch.Tensor | None, old_logps: torch.Tensor) -> torch.Tensor:
+    """The rollout policy's log-probabilities; the old policy's where the rollout gave none."""
+    return old_logps if sampling_logps is None else torch.where(sampling_logps.isnan(), old_logps, sampling_logps)
 
 
 def sample_rows(rows: torch.Tensor, max_tokens: int, seed: Sequence[int]) -> torch.Tensor:
@@ -330,9 +330,7 @@ def sequence_entries(
         tokens in the mask is outside the returned mask. `entropies` is `None` where it was not given.
     """
     mask = mask.bool()
-    if sampling_per_token_logps is None:
-        sampling_per_token_logps = old_per_token_logps
-    sampling = torch.where(sampling_per_token_logps.isnan(), old_per_token_logps, sampling_per_token_logps).exp()
+    sampling = _or_old_policy(sampling_per_token_logps, old_per_token_logps).exp()
     weights = 1.0 if importance_sampling_ratio is None else importance_sampling_ratio
     weights = torch.where(mask, weights, 0.0).double()
     total = weights.sum(-1, keepdim=True)
