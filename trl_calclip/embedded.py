@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 TASK = "chain_sum"
 ALPHABET = "0123456789+-*/=,.;:()[]<>^%? \n"
 SPLITS = ("warm_start", "train", "test")
+TERMS = (3, 4)
 SETTINGS_FILE = "warm_start.json"
 # Of the demonstrations, the share that stops early; of their steps, the share with a wrong result.
 STOP_SHARE = 0.4
@@ -114,9 +115,15 @@ def build_model(
         return Qwen3ForCausalLM(config)
 
 
-def arithmetic_dataset(size: int, seed: int = 0, split: Literal["warm_start", "train", "test"] = "train") -> Dataset:
+def arithmetic_dataset(
+    size: int,
+    seed: int = 0,
+    split: Literal["warm_start", "train", "test"] = "train",
+    *,
+    terms: tuple[int, int] = TERMS,
+) -> Dataset:
     """
-    Sums and differences of three or four numbers of one digit.
+    Sums and differences of numbers of one digit, three or four of them unless asked for more.
 
     reasoning-gym seeds item `i` of a data set with `seed + i`, so that neighbouring seeds give shifted copies of the
     same items. Here the seeds are a thousand million apart, and an expression belongs to the one split that its CRC-32
@@ -129,21 +136,25 @@ def arithmetic_dataset(size: int, seed: int = 0, split: Literal["warm_start", "t
             Seed of the items.
         split (`str`, *optional*, defaults to `"train"`):
             `"warm_start"` for `warm_start`, `"train"` for reinforcement learning, `"test"` for evaluation.
+        terms (`tuple[int, int]`, *optional*, defaults to `(3, 4)`):
+            Fewest and most numbers of an expression. Each takes about six tokens of a worked solution.
 
     Returns:
         [`~datasets.Dataset`]: Columns `prompt` (`str`), `answer` (`str`) and `entry` (`str`, the item of reasoning-gym
         as JSON, which is what its verifier asks for).
 
     Raises:
-        ValueError: If `size` is not positive or `split` is none of the three.
+        ValueError: If `size` is not positive, `split` is none of the three, or `terms` is no range from 3 up.
         ImportError: If reasoning-gym is not installed.
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, but is {size}.")
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, but is {split!r}.")
+    if not 3 <= terms[0] <= terms[1]:
+        raise ValueError(f"terms must be the fewest and the most numbers of an expression, 3 or more, but is {terms}.")
     items = _reasoning_gym().create_dataset(
-        TASK, min_terms=3, max_terms=4, min_digits=1, max_digits=1, seed=seed * 10**9, size=10**9
+        TASK, min_terms=terms[0], max_terms=terms[1], min_digits=1, max_digits=1, seed=seed * 10**9, size=10**9
     )
     rows = []
     for item in items:
@@ -220,11 +231,17 @@ def worked_solution(
 
 
 def _train(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, batch_size: int, lr: float
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    terms: tuple[int, int],
 ) -> None:
     """Supervised training on imperfect solutions; the loss covers the solution and the end token, each item is new."""
     rng = random.Random(seed)
-    prompts = arithmetic_dataset(steps * batch_size, seed, "warm_start")["prompt"]
+    prompts = arithmetic_dataset(steps * batch_size, seed, "warm_start", terms=terms)["prompt"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 30, max(0.1, 1 - step / steps))
@@ -250,7 +267,14 @@ def _train(
 
 
 def warm_start(
-    path: str | os.PathLike, seed: int = 0, *, steps: int = 800, batch_size: int = 16, learning_rate: float = 3e-3
+    path: str | os.PathLike,
+    seed: int = 0,
+    *,
+    steps: int = 800,
+    batch_size: int = 16,
+    learning_rate: float = 3e-3,
+    terms: tuple[int, int] = TERMS,
+    **model_arguments: int,
 ) -> str:
     """
     Trains `build_model` on imperfect demonstrations, so that it solves a part of the task, and saves it with its
@@ -271,6 +295,10 @@ def warm_start(
             Demonstrations per step.
         learning_rate (`float`, *optional*, defaults to `3e-3`):
             Peak of a linear schedule with 30 steps of warm-up.
+        terms (`tuple[int, int]`, *optional*, defaults to `(3, 4)`):
+            Fewest and most numbers of an expression, as in `arithmetic_dataset`.
+        **model_arguments:
+            Sizes for `build_model`.
 
     Returns:
         `str`: `path`, which `from_pretrained` takes.
@@ -288,6 +316,8 @@ def warm_start(
         "learning_rate": learning_rate,
         "stop_share": STOP_SHARE,
         "slip_share": SLIP_SHARE,
+        "terms": list(terms),
+        **model_arguments,
     }
     if path.exists():
         if not (path / SETTINGS_FILE).is_file():
@@ -297,8 +327,8 @@ def warm_start(
             )
         if json.loads((path / SETTINGS_FILE).read_text()) == settings:
             return str(path)
-    tokenizer, model = build_tokenizer(), build_model(seed)
-    _train(model, tokenizer, seed, steps, batch_size, learning_rate)
+    tokenizer, model = build_tokenizer(), build_model(seed, **model_arguments)
+    _train(model, tokenizer, seed, steps, batch_size, learning_rate, terms)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
         new = Path(scratch) / "new"
