@@ -28,7 +28,8 @@ from rich.table import Table  # noqa: E402
 from trl import TrlParser  # noqa: E402
 
 from benchmarks.header import header  # noqa: E402
-from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, embedded  # noqa: E402
+from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, ClipRange, embedded  # noqa: E402
+from trl_calclip.calibration import TokenPool  # noqa: E402
 from trl_calclip.report import first_and_last_tenth, series  # noqa: E402
 
 
@@ -42,18 +43,26 @@ class CountingTrainer(CalibratedGRPOTrainer):
     counts: list[list[list[int]]] = []
 
     def _calibrate(self, pool):
-        finite = pool.fp8_ratio.isfinite() & pool.bf16_ratio.isfinite() & (pool.advantages < 0)
-        _, completion = pool.completions[finite].unique(return_inverse=True)
-        fp8, bf16, reference = pool.fp8_ratio[finite], pool.bf16_ratio[finite], self.reference_clip_range
-        columns = [
-            torch.ones_like(fp8, dtype=torch.bool),
-            bf16 < reference.lower,
-            fp8 < reference.lower,
-            fp8 < self.clip_range.lower,
-        ]
-        rows = [torch.bincount(completion, weights=column.double()).long().tolist() for column in columns]
-        self.counts.append([list(row) for row in zip(*rows, strict=True)])
+        self.counts.append(completion_counts(pool, self.reference_clip_range, self.clip_range))
         super()._calibrate(pool)
+
+
+def completion_counts(pool: TokenPool, reference: ClipRange, in_force: ClipRange) -> list[list[int]]:
+    """
+    Per completion of a calibration batch: tokens with negative advantage, and how many of them the lower bound clips
+    in BF16, in FP8 at the reference, and in FP8 at the bounds in force.
+    """
+    finite = pool.fp8_ratio.isfinite() & pool.bf16_ratio.isfinite() & (pool.advantages < 0)
+    _, completion = pool.completions[finite].unique(return_inverse=True)
+    fp8, bf16 = pool.fp8_ratio[finite], pool.bf16_ratio[finite]
+    columns = [
+        torch.ones_like(fp8, dtype=torch.bool),
+        bf16 < reference.lower,
+        fp8 < reference.lower,
+        fp8 < in_force.lower,
+    ]
+    rows = [torch.bincount(completion, weights=column.double()).long().tolist() for column in columns]
+    return [list(row) for row in zip(*rows, strict=True)]
 
 
 def run_one(seed: int, output: Path) -> None:

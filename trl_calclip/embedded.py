@@ -194,7 +194,11 @@ def arithmetic_reward(completions: list[str], entry: list[str], **columns) -> li
 
 
 def worked_solution(
-    prompt: str, rng: random.Random | None = None, stop_share: float = 0.0, slip_share: float = 0.0
+    prompt: str,
+    rng: random.Random | None = None,
+    stop_share: float = 0.0,
+    slip_share: float = 0.0,
+    separators: str = ",",
 ) -> str:
     """
     Completion that solves a prompt of `arithmetic_dataset` step by step, e.g. `"1-2=-1,-1+9=8"` for `"1-2+9="`.
@@ -208,14 +212,17 @@ def worked_solution(
             Probability that the solution ends after a step drawn uniformly from all but the last.
         slip_share (`float`, *optional*, defaults to `0.0`):
             Probability, for each step, that its result is one too large or too small; later steps go on from there.
+        separators (`str`, *optional*, defaults to `","`):
+            Characters to draw from between two steps: wording that does not matter. More than one needs an `rng`.
 
     Raises:
         ValueError: If a share is above 0 and there is no `rng`.
     """
     if rng is None:
-        if stop_share or slip_share:
+        if stop_share or slip_share or len(separators) > 1:
             raise ValueError(
-                f"stop_share={stop_share} and slip_share={slip_share} need an rng: give one, or leave both at 0."
+                f"stop_share={stop_share}, slip_share={slip_share} and separators={separators!r} need an rng: give "
+                "one, or leave them as they are by default."
             )
         rng = random.Random()  # nothing is drawn from it
     total, steps = int(prompt[0]), []
@@ -227,7 +234,9 @@ def worked_solution(
         total = result
     if stop_share and rng.random() < stop_share:
         steps = steps[: rng.randrange(1, len(steps))]
-    return ",".join(steps)
+    if len(separators) == 1:
+        return separators.join(steps)
+    return steps[0] + "".join(rng.choice(separators) + step for step in steps[1:])
 
 
 def _train(
@@ -238,6 +247,7 @@ def _train(
     batch_size: int,
     lr: float,
     terms: tuple[int, int],
+    separators: str,
 ) -> None:
     """Supervised training on imperfect solutions; the loss covers the solution and the end token, each item is new."""
     rng = random.Random(seed)
@@ -250,7 +260,8 @@ def _train(
     for step in range(steps):
         batch = prompts[step * batch_size : (step + 1) * batch_size]
         texts = [
-            prompt + worked_solution(prompt, rng, STOP_SHARE, SLIP_SHARE) + tokenizer.eos_token for prompt in batch
+            prompt + worked_solution(prompt, rng, STOP_SHARE, SLIP_SHARE, separators) + tokenizer.eos_token
+            for prompt in batch
         ]
         inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
         lengths = torch.tensor([len(prompt) for prompt in batch])
@@ -274,6 +285,7 @@ def warm_start(
     batch_size: int = 16,
     learning_rate: float = 3e-3,
     terms: tuple[int, int] = TERMS,
+    separators: str = ",",
     **model_arguments: int,
 ) -> str:
     """
@@ -297,6 +309,8 @@ def warm_start(
             Peak of a linear schedule with 30 steps of warm-up.
         terms (`tuple[int, int]`, *optional*, defaults to `(3, 4)`):
             Fewest and most numbers of an expression, as in `arithmetic_dataset`.
+        separators (`str`, *optional*, defaults to `","`):
+            What stands between two steps, as in `worked_solution`.
         **model_arguments:
             Sizes for `build_model`.
 
@@ -317,6 +331,7 @@ def warm_start(
         "stop_share": STOP_SHARE,
         "slip_share": SLIP_SHARE,
         "terms": list(terms),
+        "separators": separators,
         **model_arguments,
     }
     if path.exists():
@@ -328,7 +343,7 @@ def warm_start(
         if json.loads((path / SETTINGS_FILE).read_text()) == settings:
             return str(path)
     tokenizer, model = build_tokenizer(), build_model(seed, **model_arguments)
-    _train(model, tokenizer, seed, steps, batch_size, learning_rate, terms)
+    _train(model, tokenizer, seed, steps, batch_size, learning_rate, terms, separators)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
         new = Path(scratch) / "new"
