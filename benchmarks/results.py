@@ -131,5 +131,7 @@ def argument_parser(name: str, description: str | None) -> argparse.ArgumentPars
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks") / name, help="directory of what is saved")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/benchmarks") / name, help="directory of what is saved"
+    )
     return parser
