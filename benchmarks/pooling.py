@@ -60,6 +60,8 @@ def measure(counts: list[int], repeats: int, output: Path) -> None:
         result[count] = both.tolist()
     if accelerator.is_main_process:
         output.write_text(json.dumps(result))
+    accelerator.wait_for_everyone()
+    accelerator.end_training()  # a rank that exits with its process group open may be aborted
 
 
 def main(argv: list[str] | None = None) -> None:
