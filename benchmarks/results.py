@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -61,11 +62,11 @@ class Results:
 
     def table(self) -> Table:
         """The table for a terminal."""
-        table = Table(title=self.title, title_justify="left")
+        table = Table(title=escape(self.title), title_justify="left")
         for number, heading in enumerate(self.columns):
-            table.add_column(heading, justify="right" if number else "left")
+            table.add_column(escape(heading), justify="right" if number else "left")
         for row in self.rows:
-            table.add_row(*(_Cells().vformat(cell, (), row) for cell in self.columns.values()))
+            table.add_row(*(escape(_Cells().vformat(cell, (), row)) for cell in self.columns.values()))
         return table
 
 
@@ -110,11 +111,11 @@ def report(output: Path, *results: Results, figure: Figure | None = None) -> Non
     """
     source = provenance()
     console = Console(width=None if sys.stdout.isatty() else 180)
-    console.print(header(source), highlight=False)
+    console.print(header(source), highlight=False, markup=False)
     for result in results:
         console.print(result.table())
         for note in result.notes:
-            console.print(note, highlight=False)
+            console.print(note, highlight=False, markup=False)
     output.mkdir(parents=True, exist_ok=True)
     tables = [{"title": result.title, "rows": result.rows, "notes": result.notes} for result in results]
     saved = output / "results.json"
