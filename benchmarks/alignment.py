@@ -2,22 +2,22 @@
 """
 How far trainer and rollout engine are apart, per recipe, with and without alignment.
 
-    python -m benchmarks.alignment --model smollm2 --completions 16 --tokens 48
+    python -m benchmarks alignment --model smollm2 --completions 16 --tokens 48
 
 A vLLM engine in FP8 samples completions. The mean absolute gap of their log-probabilities is measured against the same
 model in BF16, with this package's rules, and with the libraries' defaults (powers of two, master weights not rounded,
 a scale per linear). Standard errors are over completions.
 """
 
-import argparse
 import math
 
 import torch
 import transformers
+from rich.progress import track
 from transformers import AutoTokenizer
 
-from benchmarks.header import header
 from benchmarks.models import convert, load_masters, prepare, prompts
+from benchmarks.results import Results, argument_parser, report
 from trl_calclip.fp8.recipes import RECIPES
 from trl_calclip.offline import completion_logps, sample_with_engine
 
@@ -54,23 +54,26 @@ def measure(name: str, path: str, recipes: list[str], completions: int, tokens: 
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser("alignment", __doc__)
     parser.add_argument("--model", default="toy", help="toy, smollm2 or a directory")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--completions", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--cache", default="runs/models")
-    args = parser.parse_args()
+    options = parser.parse_args(argv)
     transformers.utils.logging.disable_progress_bar()
-    path = prepare(args.model, args.cache)
-    print(header())
-    print("\n| recipe | tokens | BF16 trainer | aligned | libraries' defaults |\n| --- | --- | --- | --- | --- |")
-    for recipe in args.recipes:
-        values = measure(args.model, path, [recipe], args.completions, args.tokens)[recipe]
-        cells = [f"{values[key][0]:.4f} ± {values[key][1]:.4f}" for key in ("bf16", "aligned", "default")]
-        print(f"| {recipe} | {values['tokens']} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    path = prepare(options.model, options.cache)
+    labels = {"bf16": "BF16 trainer", "aligned": "aligned", "default": "libraries' defaults"}
+    columns = {label: f"{{{key}:.4f}} ± {{{key}_error:.4f}}" for key, label in labels.items()}
+    table = Results(
+        f"{options.model}: mean absolute gap to the engine, nats per token",
+        {"recipe": "{recipe}", "tokens": "{tokens}", **columns},
+    )
+    for recipe in track(options.recipes):
+        values = measure(options.model, path, [recipe], options.completions, options.tokens)[recipe]
+        row = {"recipe": recipe, "tokens": values["tokens"]}
+        for key in labels:
+            row[key], row[f"{key}_error"] = values[key]
+        table.rows.append(row)
+    report(options.output, table)

@@ -2,7 +2,7 @@
 """
 The demo over several seeds: does it learn, and does calibration bring FP8's clip share nearer to BF16's?
 
-    python -m benchmarks.demo --seeds 0 1 2
+    python -m benchmarks demo --seeds 0 1 2
 
 The second question is asked of the calibration batches after the first four, which the bounds need at most to get from
 their start to the reference by steps of 0.05. The bounds in force there were fixed by earlier batches, so the tokens
@@ -23,11 +23,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 from trl import TrlParser  # noqa: E402
 
-from benchmarks.header import header  # noqa: E402
+from benchmarks.results import Results, argument_parser, report  # noqa: E402
 from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, ClipRange, embedded  # noqa: E402
 from trl_calclip.calibration import TokenPool  # noqa: E402
 from trl_calclip.report import first_and_last_tenth, series  # noqa: E402
@@ -132,64 +130,43 @@ def paired_bootstrap(counts: np.ndarray, draws: int = 10_000, seed: int = 0) -> 
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser("demo", __doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/demo"))
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     options.output.mkdir(parents=True, exist_ok=True)
     if options.one is not None:
         run_one(options.one, options.output / f"seed{options.one}.json")
         return
 
-    results = []
+    table = Results(
+        "Demo: learning, and clip shares of negative-advantage tokens on held-out calibration batches",
+        {
+            "seed": "{seed}",
+            "reward first → last tenth": "{first_tenth:.3f} → {last_tenth:.3f}",
+            "train s": "{train_seconds:.0f}",
+            "final range": "[{lower:.3f}, {upper:.3f}]",
+            "calibrations": "{calibrations}",
+            "completions": "{completions}",
+            "tokens": "{tokens:,}",
+            "BF16": "{bf16:.2%}",
+            "FP8 reference": "{fp8_reference:.2%}",
+            "FP8 calibrated": "{fp8_calibrated:.2%}",
+            "gain, 95 % interval": "{gain:.2%} [{low:.2%}, {high:.2%}]",
+        },
+    )
+    pooled = []
     for seed in options.seeds:
         path = options.output / f"seed{seed}.json"
         if not path.exists():  # a broken benchmark goes on where it was
-            command = [sys.executable, "-m", "benchmarks.demo", "--one", str(seed), "--output", str(options.output)]
+            command = [sys.executable, "-m", "benchmarks", "demo", "--one", str(seed), "--output", str(options.output)]
             subprocess.run(command, check=True)
-        results.append(json.loads(path.read_text()))
-
-    table = Table(title="Demo: learning, and clip shares of negative-advantage tokens on held-out calibration batches")
-    for column in (
-        "seed",
-        "reward first → last tenth",
-        "train s",
-        "final range",
-        "calibrations",
-        "completions",
-        "tokens",
-    ):
-        table.add_column(column, justify="right")
-    for column in ("BF16 %", "FP8 reference %", "FP8 calibrated %", "gain, 95 % interval (points)"):
-        table.add_column(column, justify="right")
-    pooled, summaries = [], []
-    for result in results:
-        counts = np.concatenate([np.array(batch) for batch in result["counts"][TRANSIENT:]])
-        pooled.append(counts)
-        summaries.append(paired_bootstrap(counts))
-        table.add_row(
-            str(result["seed"]), f"{result['first_tenth']:.3f} → {result['last_tenth']:.3f}",
-            f"{result['train_seconds']:.0f}", "[{:.3f}, {:.3f}]".format(*result["clip_range"]),
-            str(len(result["calibration_history"])), *cells(summaries[-1]),
-        )  # fmt: skip
-    if len(results) > 1:
-        summaries.append(paired_bootstrap(np.concatenate(pooled)))
-        table.add_row("all", "", "", "", "", *cells(summaries[-1]))
-    console = Console(width=200)
-    console.print(header())
-    console.print(table)
-    (options.output / "summary.json").write_text(json.dumps({"header": header(), "bootstrap": summaries}, indent=1))
-
-
-def cells(summary: dict[str, float]) -> list[str]:
-    return [
-        str(summary["completions"]), f"{summary['tokens']:,}", f"{100 * summary['bf16']:.2f}",
-        f"{100 * summary['fp8_reference']:.2f}", f"{100 * summary['fp8_calibrated']:.2f}",
-        f"{100 * summary['gain']:.2f} [{100 * summary['low']:.2f}, {100 * summary['high']:.2f}]",
-    ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+        result = json.loads(path.read_text())
+        pooled.append(np.concatenate([np.array(batch) for batch in result["counts"][TRANSIENT:]]))
+        row = {name: result[name] for name in ("seed", "first_tenth", "last_tenth", "train_seconds")}
+        row["lower"], row["upper"] = result["clip_range"]
+        table.rows.append({**row, "calibrations": len(result["calibration_history"]), **paired_bootstrap(pooled[-1])})
+    if len(pooled) > 1:
+        table.rows.append({"seed": "all", **paired_bootstrap(np.concatenate(pooled))})
+    report(options.output, table)

@@ -2,7 +2,7 @@
 """
 Does FP8 amplify small optimizer steps beyond noise?
 
-    python -m benchmarks.drift --model smollm2 --steps 1 200 --recipes rowwise
+    python -m benchmarks drift --model smollm2 --steps 1 200 --recipes rowwise
 
 FP32 masters take AdamW steps at a learning rate of 1e-6 on a policy-gradient loss with random advantages of its own
 completions. They are drawn anew for each step: with the same ones again and again the policy would leave its old self
@@ -15,16 +15,16 @@ errors (pure noise of variance v has a mean of about `-v / 2`). FP8 rounding tha
 Errors and intervals are clustered by completion.
 """
 
-import argparse
 import copy
 import dataclasses
 
 import torch
 import transformers
+from rich.progress import track
 from transformers import AutoTokenizer
 
-from benchmarks.header import header
 from benchmarks.models import completion_logps, convert, load_masters, prepare, prompts
+from benchmarks.results import Results, argument_parser, report
 from trl_calclip.fp8.linear import SwitchableFloat8Linear, bf16_pass
 from trl_calclip.fp8.recipes import RECIPES
 
@@ -161,8 +161,8 @@ def measure(
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser("drift", __doc__)
     parser.add_argument("--model", default="toy", help="toy, smollm2 or a directory")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--rules", nargs="+", choices=("aligned", "default"), default=["aligned", "default"])
@@ -170,39 +170,39 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--cache", default="runs/models")
-    args = parser.parse_args()
+    options = parser.parse_args(argv)
     transformers.utils.logging.disable_progress_bar()
-    path = prepare(args.model, args.cache)
+    path = prepare(options.model, options.cache)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    prompt_ids = prompts(args.model, tokenizer, args.completions)
-    sequences, lengths = generate(load_masters(path, trained=False), prompt_ids, args.tokens)
-    print(header())
-    print(
-        "\n| recipe | rules | steps | std of log r_bf16 | mean of d | -var(d) | std of d | control | ratio, 95 % | "
-        "passes |"
+    prompt_ids = prompts(options.model, tokenizer, options.completions)
+    sequences, lengths = generate(load_masters(path, trained=False), prompt_ids, options.tokens)
+    table = Results(
+        f"{options.model}: FP8's error of the log-ratio after optimizer steps, nats",
+        {
+            "recipe": "{recipe}",
+            "rules": "{rules}",
+            "steps": "{steps}",
+            "std of log r_bf16": "{bf16_std:.4f}",
+            "mean of d": "{mean:.4f} ± {mean_error:.4f}",
+            "-var(d)": "{minus_variance:.4f}",
+            "std of d": "{std:.4f}",
+            "control": "{control_std:.4f}",
+            "ratio, 95 %": "{ratio:.2f} ({low:.2f} to {high:.2f})",
+            "passes": "{passes}",
+        },
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for recipe in args.recipes:
-        for rules in args.rules:
-            outcomes = measure(
-                load_masters(path, trained=False),
-                recipe,
-                aligned=rules == "aligned",
-                steps=args.steps,
-                sequences=sequences,
-                lengths=lengths,
-            )
-            for steps, drift in outcomes.items():
-                low, high = drift.std_ratio_interval
-                cells = [
-                    f"{recipe} | {rules} | {steps} | {drift.bf16_std:.4f}",
-                    f"{drift.mean:.4f} ± {drift.mean_error:.4f} | {-(drift.std**2):.4f}",
-                    f"{drift.std:.4f} | {drift.control_std:.4f}",
-                    f"{drift.std / drift.control_std:.2f} ({low:.2f} to {high:.2f})",
-                    "yes" if drift.passes else "no",
-                ]
-                print(f"| {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    for recipe, rules in track([(recipe, rules) for recipe in options.recipes for rules in options.rules]):
+        outcomes = measure(
+            load_masters(path, trained=False),
+            recipe,
+            aligned=rules == "aligned",
+            steps=options.steps,
+            sequences=sequences,
+            lengths=lengths,
+        )
+        for steps, drift in outcomes.items():
+            row = {"recipe": recipe, "rules": rules, "steps": steps, **dataclasses.asdict(drift)}
+            row["low"], row["high"] = row.pop("std_ratio_interval")
+            row |= {"minus_variance": -(drift.std**2), "ratio": drift.std / drift.control_std}
+            table.rows.append({**row, "passes": "yes" if drift.passes else "no"})
+    report(options.output, table)

@@ -2,7 +2,7 @@
 """
 Dynamic sampling on and off, everything else equal, on a task of which two thirds are out of the model's reach.
 
-    python -m benchmarks.dynamic_sampling --seeds 0 1 2
+    python -m benchmarks dynamic_sampling --seeds 0 1 2
 
 One third of the prompts are the demo's sums, two thirds are sums of six to eight numbers of four digits, which the
 model does not solve. The reward is 1 for the right number and 0 otherwise, so that most groups are uniform. Both arms
@@ -24,11 +24,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import numpy as np  # noqa: E402
 import reasoning_gym  # noqa: E402
 from datasets import Dataset, concatenate_datasets  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 from trl import TrlParser  # noqa: E402
 
-from benchmarks.header import header  # noqa: E402
+from benchmarks.results import Results, argument_parser, report  # noqa: E402
 from trl_calclip import CalibratedDAPOConfig, CalibratedDAPOTrainer, embedded  # noqa: E402
 
 
@@ -121,48 +119,41 @@ def trainer_completions(trainer: CalibratedDAPOTrainer, history: list[dict]) -> 
     return int(sum(groups)) * trainer.num_generations
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser("dynamic_sampling", __doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--output_dir", default="runs/benchmarks/dynamic_sampling")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one is not None:
-        seed, arm, directory = args.one
-        run_one(int(seed), arm == "on", args.steps, Path(directory))
+    options = parser.parse_args(argv)
+    if options.one is not None:
+        seed, arm, directory = options.one
+        run_one(int(seed), arm == "on", options.steps, Path(directory))
         return
 
-    table = Table(
-        "seed",
-        "dynamic sampling",
-        "held-out reward",
-        "uniform at first",
-        "completions",
-        "rounds",
-        "at the cap",
-        "time",
+    table = Results(
+        "Dynamic sampling on and off",
+        {
+            "seed": "{seed}",
+            "dynamic sampling": "{arm}",
+            "held-out reward": "{before:.3f} to {after:.3f}",
+            "uniform at first": "{uniform:.0%}",
+            "completions": "{completions:,}",
+            "rounds": "{rounds:.1f}",
+            "at the cap": "{cap_hits}",
+            "time": "{seconds:.0f} s",
+        },
     )
     gains = []
-    for seed in args.seeds:
+    for seed in options.seeds:
         results = {}
         for arm in ("off", "on"):
-            directory = Path(args.output_dir, f"seed_{seed}", arm)
+            directory = options.output / f"seed_{seed}" / arm
             directory.mkdir(parents=True, exist_ok=True)
             if not (directory / "result.json").exists():
-                command = [sys.executable, "-m", "benchmarks.dynamic_sampling", "--steps", str(args.steps), "--one"]
-                subprocess.run([*command, str(seed), arm, str(directory)], check=True)
-            results[arm] = result = json.loads((directory / "result.json").read_text())
-            table.add_row(
-                str(seed), arm, f"{result['before']:.3f} to {result['after']:.3f}", f"{result['uniform']:.0%}",
-                f"{result['completions']:,}", f"{result['rounds']:.1f}", str(result["cap_hits"]),
-                f"{result['seconds']:.0f} s",
-            )  # fmt: skip
+                command = [sys.executable, "-m", "benchmarks", "dynamic_sampling", "--steps", str(options.steps)]
+                subprocess.run([*command, "--one", str(seed), arm, str(directory)], check=True)
+            results[arm] = json.loads((directory / "result.json").read_text())
+            table.rows.append({"seed": seed, "arm": arm, **results[arm]})
         gains.append(results["on"]["after"] - results["off"]["after"])
-    print(header())
-    Console(width=120).print(table)
-    print(f"gain in held-out reward by seed: {', '.join(f'{gain:+.3f}' for gain in gains)}")
-
-
-if __name__ == "__main__":
-    main()
+    table.notes.append(f"Gain in held-out reward by seed: {', '.join(f'{gain:+.3f}' for gain in gains)}.")
+    report(options.output, table)

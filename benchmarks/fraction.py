@@ -2,7 +2,7 @@
 """
 BF16 passes on a share of the micro-batches: how far the bounds are from those of the full pass, and what it saves.
 
-    python -m benchmarks.fraction
+    python -m benchmarks fraction
 
 Records calibration batches of the demo with all passes, twelve micro-batches each; then solves every batch again and
 again from random draws of whole micro-batches. The error is that of the target (the bound before damping) against the
@@ -11,7 +11,6 @@ twelve micro-batches are drawn with replacement. `--cost` times the demo as it i
 `--fraction`.
 """
 
-import argparse
 import os
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch  # noqa: E402
 from trl import TrlParser  # noqa: E402
 
-from benchmarks.header import header  # noqa: E402
+from benchmarks.results import Results, argument_parser, report  # noqa: E402
 from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, ClipRange, embedded  # noqa: E402
 from trl_calclip.calibration import TokenPool, calibrate, num_drawn  # noqa: E402
 from trl_calclip.report import series  # noqa: E402
@@ -60,8 +59,8 @@ def run(output: Path, rollouts: int, *overrides: str) -> Recording:
     return trainer
 
 
-def error_table(batches: list[tuple[list[torch.Tensor], ClipRange]], shares: list[float], draws: int) -> str:
-    """Root mean square errors of the targets over batches and draws, as a markdown table."""
+def error_table(batches: list[tuple[list[torch.Tensor], ClipRange]], shares: list[float], draws: int) -> Results:
+    """Root mean square errors of the targets over batches and draws."""
     generator = torch.Generator().manual_seed(0)
 
     def solve(parts: list[torch.Tensor], current: ClipRange):
@@ -72,12 +71,20 @@ def error_table(batches: list[tuple[list[torch.Tensor], ClipRange]], shares: lis
     batches = [(parts, current) for parts, current in batches if solve(parts, current).skipped_reason is None]
     full = [solve(parts, current) for parts, current in batches]
     negative = sum(result.num_negative_tokens for result in full) / len(full)
-    lines = [
-        f"{len(batches)} batches, {negative:,.0f} negative tokens each on average, {draws} draws of each.\n",
-        "| share | micro-batches | lower target | upper target | lower bound in force | upper bound in force | BF16 "
-        "clip share, points | skipped |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    table = Results(
+        "Error of the bounds from a share of the micro-batches, root mean square",
+        {
+            "share": "{share}",
+            "micro-batches": "{count} of {total}",
+            "lower target": "{lower_target:.4f}",
+            "upper target": "{upper_target:.4f}",
+            "lower bound in force": "{lower:.4f}",
+            "upper bound in force": "{upper:.4f}",
+            "BF16 clip share, points": "{alpha_points:.2f}",
+            "skipped": "{skipped:.1%}",
+        },
+        notes=[f"{len(batches)} batches, {negative:,.0f} negative tokens each on average, {draws} draws of each."],
+    )
     total = len(batches[0][0])
     for share in [*shares, None]:
         errors, skipped = [], 0
@@ -102,19 +109,24 @@ def error_table(batches: list[tuple[list[torch.Tensor], ClipRange]], shares: lis
                     ]
                 )
         rms = torch.tensor(errors, dtype=torch.float64).square().mean(0).sqrt().tolist()
-        label = f"{share:g}" if share is not None else "1, drawn with replacement"
-        cells = [f"{value:.4f}" for value in rms[:4]] + [f"{rms[4]:.2f}", f"{skipped / (draws * len(batches)):.1%}"]
-        lines.append(f"| {label} | {count} of {total} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        row = dict(zip(("lower_target", "upper_target", "lower", "upper", "alpha_points"), rms, strict=True))
+        row |= {"count": count, "total": total, "skipped": skipped / (draws * len(batches))}
+        table.rows.append({"share": "1, drawn with replacement" if share is None else share, **row})
+    return table
 
 
-def cost(output: Path, rollouts: int, fraction: float) -> str:
-    """Share of a rollout batch's time that a calibration takes, at an interval of 20, as a markdown table."""
-    lines = [
-        "| `calibration_fraction` | BF16 passes, s | pool and solve, s | rollout batch without them, s | share at "
-        "interval 20 |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+def cost(output: Path, rollouts: int, fraction: float) -> Results:
+    """Share of a rollout batch's time that a calibration takes, at an interval of 20."""
+    table = Results(
+        "Cost of a calibration",
+        {
+            "calibration_fraction": "{fraction:g}",
+            "BF16 passes, s": "{passes:.3f}",
+            "pool and solve, s": "{solve:.4f}",
+            "rollout batch without them, s": "{rest:.2f}",
+            "share at interval 20": "{share:.2%}",
+        },
+    )
     for value in (1.0, fraction):
         trainer = run(output, rollouts, "--calibration_interval", "1", "--calibration_fraction", str(value))
         passes = sum(record["bf16_pass_seconds"] for record in trainer.calibration_history) / rollouts
@@ -122,31 +134,26 @@ def cost(output: Path, rollouts: int, fraction: float) -> str:
         whole = series(trainer.state.log_history, "train_runtime")[1][0] / rollouts
         rest = whole - passes - solve
         share = (passes + solve) / (20 * rest + passes + solve)
-        lines.append(f"| {value:g} | {passes:.3f} | {solve:.4f} | {rest:.2f} | {share:.2%} |")
-    return "\n".join(lines)
+        row = {"fraction": value, "passes": passes, "solve": solve, "rest": rest, "share": share}
+        table.rows.append(row)
+    return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser("fraction", __doc__)
     parser.add_argument("--rollouts", type=int, default=40)
     parser.add_argument("--interval", type=int, default=2)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25, 0.5, 0.75])
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--fraction", type=float, default=0.25)
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/fraction"))
-    options = parser.parse_args()
-    print(header() + "\n", flush=True)
+    options = parser.parse_args(argv)
     if options.cost:
-        print(cost(options.output, options.rollouts, options.fraction))
+        report(options.output / "cost", cost(options.output, options.rollouts, options.fraction))
         return
     trainer = run(
         options.output, options.rollouts, "--calibration_interval", str(options.interval),
         "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "4", "--steps_per_generation", "16",
         "--calibration_min_tokens", "1",
     )  # fmt: skip
-    print(error_table(trainer.batches, options.shares, options.draws))
-
-
-if __name__ == "__main__":
-    main()
+    report(options.output, error_table(trainer.batches, options.shares, options.draws))

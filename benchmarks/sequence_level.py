@@ -2,9 +2,9 @@
 """
 FP8 noise of one importance ratio per completion (GSPO), against GSPO's clip range and the policy's own drift.
 
-    python -m benchmarks.sequence_level --model smollm2 --completions 32 --tokens 24 96
-    python -m benchmarks.sequence_level --model toy --completions 128 --tokens 24 --learning_rate 1e-5
-    python -m benchmarks.sequence_level --train fixed calibrated --seeds 0 1
+    python -m benchmarks sequence_level --model smollm2 --completions 32 --tokens 24 96
+    python -m benchmarks sequence_level --model toy --completions 128 --tokens 24 --learning_rate 1e-5
+    python -m benchmarks sequence_level --train fixed calibrated --seeds 0 1
 
 A policy takes three AdamW steps on a policy-gradient loss with random advantages of its own completions. Per
 completion, the ratio is the exponential of the mean log-ratio over its tokens. Reported are the spread of the BF16
@@ -17,7 +17,6 @@ FP8 with fixed bounds, and calibrated. Of the calibration batches after the firs
 completions that BF16 clips, and FP8 at the reference bounds and at the bounds in force, which earlier batches fixed.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -26,8 +25,8 @@ from transformers import AutoTokenizer
 from trl import TrlParser
 
 from benchmarks.drift import Scorer, generate
-from benchmarks.header import header
 from benchmarks.models import completion_logps, load_masters, prepare, prompts
+from benchmarks.results import Results, argument_parser, report
 from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, embedded
 from trl_calclip.fp8.recipes import RECIPES
 
@@ -63,7 +62,7 @@ class CountingTrainer(CalibratedGRPOTrainer):
             super()._calibrate(pool)
 
 
-def train(arm: str, seed: int, directory: str) -> str:
+def train(arm: str, seed: int, directory: Path) -> dict:
     """One run; its row of the table."""
     output = Path(directory, f"{arm}_{seed}")
     arguments = ["--config", str(CONFIG), "--output_dir", str(output), "--use_cpu", "true", "--disable_tqdm", "true"]
@@ -82,11 +81,12 @@ def train(arm: str, seed: int, directory: str) -> str:
     trainer.frozen = arm == "fixed"
     trainer.train()
     total = [sum(column) for column in zip(*trainer.counts[TRANSIENT:], strict=True)]
-    shares = [f"{total[i] / total[0]:.1%}" for i in (1, 2, 3)] + [f"{total[i] / total[4]:.1%}" for i in (5, 6, 7)]
+    row = {"arm": arm, "seed": seed, "negative": total[0], "positive": total[4]}
+    for name, i in {"bf16": 1, "reference": 2, "in_force": 3}.items():
+        row |= {f"low_{name}": total[i] / total[0], f"high_{name}": total[i + 4] / total[4]}
     distances = [(1 - record["lower"]) / EPSILON for record in trainer.calibration_history[TRANSIENT:]]
-    span = f"{min(distances):.0f} to {max(distances):.0f}" if distances else "1"
-    reward = trainer.evaluate()["eval_reward"]
-    return f"| {arm} | {seed} | {total[0]}, {total[4]} | {' | '.join(shares)} | {span} | {reward:.3f} |"
+    row["shortest"], row["longest"] = (min(distances), max(distances)) if distances else (1, 1)
+    return {**row, "reward": trainer.evaluate()["eval_reward"]}
 
 
 def sequence_log_ratios(model, recipe: str, sequences, lengths, learning_rate: float, rows: int = 8):
@@ -106,8 +106,39 @@ def sequence_log_ratios(model, recipe: str, sequences, lengths, learning_rate: f
     return (fp8 - old_fp8).mean(-1), (bf16 - old_bf16).mean(-1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(options) -> Results:
+    """Noise of the ratio after `UPDATES` steps."""
+    table = Results(
+        f"{options.model}: one ratio per completion",
+        {
+            "recipe": "{recipe}",
+            "tokens": "{tokens}",
+            "learning rate": "{learning_rate:g}",
+            "std BF16": "{std_bf16:.4f}",
+            "std of FP8's error": "{std_error:.4f}",
+            "BF16 clips": "{clipped_bf16:.1%}",
+            "FP8 clips": "{clipped_fp8:.1%}",
+            "distance": "{distance:.0f}",
+        },
+    )
+    path = prepare(options.model, options.cache)
+    prompt_ids = prompts(options.model, AutoTokenizer.from_pretrained(path), options.completions)
+    for tokens in options.tokens:
+        sequences, lengths = generate(load_masters(path, trained=False), prompt_ids, tokens)
+        for recipe in options.recipes:
+            fp8, bf16 = sequence_log_ratios(
+                load_masters(path, trained=False), recipe, sequences, lengths, options.learning_rate
+            )
+            clipped, clipped_fp8 = ((x.exp() < 1 - EPSILON).double().mean().item() for x in (bf16, fp8))
+            row = {"recipe": recipe, "tokens": tokens, "learning_rate": options.learning_rate}
+            row |= {"std_bf16": bf16.std().item(), "std_error": (fp8 - bf16).std().item()}
+            row |= {"clipped_bf16": clipped, "clipped_fp8": clipped_fp8}
+            table.rows.append({**row, "distance": (1 - fp8.exp().quantile(clipped).item()) / EPSILON})
+    return table
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser("sequence_level", __doc__)
     parser.add_argument("--model", default="toy", help="toy, smollm2 or a directory")
     parser.add_argument("--recipes", nargs="+", default=["tensorwise", "rowwise", "blockwise"], choices=list(RECIPES))
     parser.add_argument("--completions", type=int, default=64)
@@ -116,37 +147,26 @@ def main() -> None:
     parser.add_argument("--cache", default="runs/models")
     parser.add_argument("--train", nargs="+", choices=("fixed", "calibrated"), help="train in place of measuring")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--output_dir", default="runs/benchmarks/sequence_level")
-    args = parser.parse_args()
+    options = parser.parse_args(argv)
     transformers.utils.logging.disable_progress_bar()
-    if args.train is not None:
-        rows = [train(arm, seed, args.output_dir) for arm in args.train for seed in args.seeds]
-        print(header())
-        columns = ["bounds", "seed", "negative, positive", *2 * ["BF16", "FP8, reference", "FP8, in force"]]
-        columns += ["distance of L", "held-out reward"]
-        print(f"\n| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
-        print("\n".join(rows))
+    if options.train is None:
+        report(options.output, measure(options))
         return
-    path = prepare(args.model, args.cache)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    prompt_ids = prompts(args.model, tokenizer, args.completions)
-    print(header())
-    print("\n| recipe | tokens | learning rate | std BF16 | std of FP8's error | BF16 clips | FP8 clips | distance |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for tokens in args.tokens:
-        sequences, lengths = generate(load_masters(path, trained=False), prompt_ids, tokens)
-        for recipe in args.recipes:
-            fp8, bf16 = sequence_log_ratios(
-                load_masters(path, trained=False), recipe, sequences, lengths, args.learning_rate
-            )
-            clipped, clipped_fp8 = ((x.exp() < 1 - EPSILON).double().mean().item() for x in (bf16, fp8))
-            distance = (1 - fp8.exp().quantile(clipped).item()) / EPSILON
-            print(
-                f"| {recipe} | {tokens} | {args.learning_rate:g} | {bf16.std():.4f} | {(fp8 - bf16).std():.4f} | "
-                f"{clipped:.1%} | {clipped_fp8:.1%} | {distance:.0f} |",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main()
+    table = Results(
+        "The demo with one ratio per completion",
+        {
+            "bounds": "{arm}",
+            "seed": "{seed}",
+            "negative, positive": "{negative}, {positive}",
+            "low: BF16": "{low_bf16:.1%}",
+            "FP8, reference": "{low_reference:.1%}",
+            "FP8, in force": "{low_in_force:.1%}",
+            "high: BF16": "{high_bf16:.1%}",
+            "FP8, reference ": "{high_reference:.1%}",
+            "FP8, in force ": "{high_in_force:.1%}",
+            "distance of L": "{shortest:.0f} to {longest:.0f}",
+            "held-out reward": "{reward:.3f}",
+        },
+        [train(arm, seed, options.output) for arm in options.train for seed in options.seeds],
+    )
+    report(options.output / "train", table)

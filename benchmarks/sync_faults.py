@@ -2,10 +2,9 @@
 """
 Where the limit of the self-check comes from: its gap after a sound weight sync, and after syncs with a fault put in.
 
-    python -m benchmarks.sync_faults --model smollm2
+    python -m benchmarks sync_faults --model smollm2
 """
 
-import argparse
 import os
 
 
@@ -13,11 +12,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 
-from benchmarks.header import header  # noqa: E402
 from benchmarks.models import prepare  # noqa: E402
+from benchmarks.results import Results, argument_parser, report  # noqa: E402
 from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer  # noqa: E402
 from trl_calclip._trl_compat import reload_engine_weights  # noqa: E402
 
@@ -57,14 +54,14 @@ def faults(weights: dict[str, torch.Tensor], layers: int) -> dict[str, dict[str,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser("sync_faults", __doc__)
     parser.add_argument("--model", default="smollm2", help="`toy`, `smollm2` or a directory")
     parser.add_argument("--recipe", default="rowwise")
     parser.add_argument("--cache", default="runs/benchmarks/models")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     args = CalibratedGRPOConfig(
-        output_dir="runs/benchmarks/sync_faults", per_device_train_batch_size=2, num_generations=2,
+        output_dir=str(options.output / "trainer"), per_device_train_batch_size=2, num_generations=2,
         steps_per_generation=2, use_vllm=True, vllm_max_model_length=128, fp8_recipe=options.recipe,
         fp8_sync_check_limit=1e9, report_to="none", use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
@@ -76,17 +73,12 @@ def main() -> None:
     )
     generation = trainer.vllm_generation
     weights = {name: param.detach().bfloat16().clone() for name, param in generation.named_weights()}
-    table = Table(title=f"{options.model}, {options.recipe}: gap of the self-check's probe after a sync with a fault")
-    table.add_column("fault")
-    table.add_column("nats per token", justify="right")
+    table = Results(
+        f"{options.model}, {options.recipe}: gap of the self-check's probe after a sync with a fault",
+        {"fault": "{fault}", "nats per token": "{gap:.3f}"},
+    )
     for name, wrong in faults(weights, trainer.model.config.num_hidden_layers).items():
         reload_engine_weights(generation.llm, iter(wrong.items()))
         generation.llm.reset_prefix_cache()
-        table.add_row(name, f"{generation.check_sync():.3f}")
-    console = Console(width=120)
-    console.print(header())
-    console.print(table)
-
-
-if __name__ == "__main__":
-    main()
+        table.rows.append({"fault": name, "gap": generation.check_sync()})
+    report(options.output, table)
