@@ -25,9 +25,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from trl import TrlParser  # noqa: E402
 
+from benchmarks.clip_counts import completion_counts, paired_bootstrap  # noqa: E402
 from benchmarks.results import Results, argument_parser, report  # noqa: E402
-from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, ClipRange, embedded  # noqa: E402
-from trl_calclip.calibration import TokenPool  # noqa: E402
+from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, embedded  # noqa: E402
 from trl_calclip.report import first_and_last_tenth, series  # noqa: E402
 
 
@@ -43,24 +43,6 @@ class CountingTrainer(CalibratedGRPOTrainer):
     def _calibrate(self, pool):
         self.counts.append(completion_counts(pool, self.reference_clip_range, self.clip_range))
         super()._calibrate(pool)
-
-
-def completion_counts(pool: TokenPool, reference: ClipRange, in_force: ClipRange) -> list[list[int]]:
-    """
-    Per completion of a calibration batch: tokens with negative advantage, and how many of them the lower bound clips
-    in BF16, in FP8 at the reference, and in FP8 at the bounds in force.
-    """
-    finite = pool.fp8_ratio.isfinite() & pool.bf16_ratio.isfinite() & (pool.advantages < 0)
-    _, completion = pool.completions[finite].unique(return_inverse=True)
-    fp8, bf16 = pool.fp8_ratio[finite], pool.bf16_ratio[finite]
-    columns = [
-        torch.ones_like(fp8, dtype=torch.bool),
-        bf16 < reference.lower,
-        fp8 < reference.lower,
-        fp8 < in_force.lower,
-    ]
-    rows = [torch.bincount(completion, weights=column.double()).long().tolist() for column in columns]
-    return [list(row) for row in zip(*rows, strict=True)]
 
 
 def run_one(seed: int, output: Path) -> None:
@@ -90,46 +72,6 @@ def run_one(seed: int, output: Path) -> None:
     output.write_text(json.dumps(result))
 
 
-def paired_bootstrap(counts: np.ndarray, draws: int = 10_000, seed: int = 0) -> dict[str, float]:
-    """
-    How much nearer to BF16 the calibrated bounds are than the reference bounds.
-
-    Args:
-        counts (`np.ndarray`): `(completions, 4)`: negative tokens, clipped in BF16, in FP8 at the reference bounds,
-        and in FP8
-            at the calibrated bounds.
-        draws (`int`, *optional*, defaults to `10_000`): Bootstrap samples.
-        seed (`int`, *optional*, defaults to `0`): Seed of the samples.
-
-    Returns:
-        `dict[str, float]`: The three shares, the gain `|reference - BF16| - |calibrated - BF16|`, and its 95 %
-        interval.
-    """
-    generator = np.random.default_rng(seed)
-
-    def gain(total: np.ndarray) -> np.ndarray:
-        shares = total[..., 1:] / total[..., :1]
-        return abs(shares[..., 1] - shares[..., 0]) - abs(shares[..., 2] - shares[..., 0])
-
-    n = len(counts)
-    samples = np.concatenate(
-        [generator.multinomial(n, np.full(n, 1 / n), size=min(500, draws)) @ counts for _ in range(-(-draws // 500))]
-    )
-    total = counts.sum(0)
-    low, high = np.quantile(gain(samples), [0.025, 0.975])
-    bf16, reference, calibrated = total[1:] / total[0]
-    return {
-        "completions": n,
-        "tokens": int(total[0]),
-        "bf16": bf16,
-        "fp8_reference": reference,
-        "fp8_calibrated": calibrated,
-        "gain": float(gain(total)),
-        "low": low,
-        "high": high,
-    }
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser("demo", __doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -152,8 +94,8 @@ def main(argv: list[str] | None = None) -> None:
             "tokens": "{tokens:,}",
             "BF16": "{bf16:.2%}",
             "FP8 reference": "{fp8_reference:.2%}",
-            "FP8 calibrated": "{fp8_calibrated:.2%}",
-            "gain, 95 % interval": "{gain:.2%} [{low:.2%}, {high:.2%}]",
+            "FP8 calibrated": "{fp8_in_force:.2%}",
+            "gain, 95 % interval": "{gain:.2%} [{gain_low:.2%}, {gain_high:.2%}]",
         },
     )
     pooled = []

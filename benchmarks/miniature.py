@@ -18,7 +18,6 @@ ones, in which the bounds still travel from their start, are left out. Intervals
 completions for clip shares.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -31,15 +30,20 @@ from pathlib import Path
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import numpy as np  # noqa: E402
+import scipy.stats  # noqa: E402
 import torch  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 from trl import TrlParser  # noqa: E402
 
-from benchmarks.demo import completion_counts  # noqa: E402
+from benchmarks.clip_counts import completion_counts, paired_bootstrap  # noqa: E402
+from benchmarks.results import Results, argument_parser, report  # noqa: E402
 from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, embedded  # noqa: E402
 from trl_calclip.fp8.linear import bf16_pass  # noqa: E402
 from trl_calclip.offline import sample_with_model  # noqa: E402
-from trl_calclip.report import series  # noqa: E402
+from trl_calclip.report import first_and_last_tenth, mean_share, series  # noqa: E402
+from trl_calclip.report_panels import COLORS  # noqa: E402
 
 
 CONFIG = Path(__file__).with_name("miniature.yaml")
@@ -154,6 +158,16 @@ def warm_start(seed: int, output: Path) -> str:
     )
 
 
+def start_reward(seed: int, output: Path) -> float:
+    """Held-out reward of the warm start, measured once."""
+    path = output / f"warm_start_{seed}.json"
+    if not path.exists():
+        directory = warm_start(seed, output)
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        path.write_text(json.dumps(held_out_rewards(model, AutoTokenizer.from_pretrained(directory))))
+    return float(np.mean(json.loads(path.read_text())))
+
+
 def run_one(loss: str, recipe: str, arm: str, seed: int, output: Path) -> None:
     """One run, in this process; the result goes to `result.json` in its directory."""
     directory = output / name_of(loss, recipe, arm, seed)
@@ -195,11 +209,152 @@ def plan(stages: list[str], seeds: list[int]) -> list[tuple[str, str, str, int]]
     return list(dict.fromkeys(runs))
 
 
+def load(output: Path, runs: list[tuple[str, str, str, int]]) -> list[dict]:
+    """Results of those runs that are finished."""
+    paths = [output / name_of(*run) / "result.json" for run in runs]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def counts_of(output: Path, result: dict) -> np.ndarray | None:
+    """`(completions, 4)` of `completion_counts` after the transient; `None` without calibration batches."""
+    path = output / name_of(*(result[name] for name in ("loss", "recipe", "arm", "seed"))) / "counts.jsonl"
+    if not path.exists():
+        return None
+    # A resumed run repeats the rollouts since its checkpoint.
+    batches = {record["rollout"]: record["counts"] for record in map(json.loads, path.read_text().splitlines())}
+    return np.concatenate([np.array(batches[rollout]) for rollout in sorted(batches)[TRANSIENT:]])
+
+
+def mean_interval(values: list[float]) -> tuple[float, float]:
+    """95 % interval of a mean by Student's t; NaN for a single value."""
+    return scipy.stats.t.interval(0.95, len(values) - 1, np.mean(values), scipy.stats.sem(values))
+
+
+def reward_table(groups: dict[tuple[str, str, str], list[dict]], starts: dict[int, float]) -> Results:
+    """One row per arm: held-out reward, entropy, length, clip share."""
+    table = Results(
+        "The paper's table in miniature: policies compared in BF16 on held-out prompts",
+        {
+            "loss": "{loss}",
+            "recipe": "{recipe}",
+            "arm": "{arm}",
+            "seeds": "{seeds}",
+            "reward: mean ± sd": "{reward:.3f} ± {reward_sd:.3f}",
+            "gain over the warm start": "{gain:+.3f}",
+            "minus BF16 [95 %]": "{delta:+.3f} [{delta_low:+.3f}, {delta_high:+.3f}]",
+            "entropy": "{entropy_first:.3f} → {entropy_last:.3f}",
+            "length": "{length:.1f}",
+            "low clips": "{low_clip:.2%}",
+            "high clips": "{high_clip:.2%}",
+            "L, H at the end": "{lower:.3f}, {upper:.3f}",
+        },
+    )
+    for (loss, recipe, arm), results in groups.items():
+        rewards = {result["seed"]: float(np.mean(result["rewards"])) for result in results}
+        curves = {name: [result["curves"][name][1] for result in results] for name in results[0]["curves"]}
+        tenths = [first_and_last_tenth(values) for values in curves["entropy"]]
+        row = {
+            "loss": loss, "recipe": recipe, "arm": arm, "seeds": len(results),
+            "reward": np.mean(list(rewards.values())),
+            "reward_sd": np.std(list(rewards.values()), ddof=1) if len(rewards) > 1 else None,
+            "gain": np.mean([reward - starts[seed] for seed, reward in rewards.items()]),
+            "entropy_first": np.mean([first for first, _ in tenths]),
+            "entropy_last": np.mean([last for _, last in tenths]),
+            "length": np.mean([first_and_last_tenth(values)[1] for values in curves["completions/mean_length"]]),
+            "low_clip": np.mean([np.mean(values) for values in curves["clip_ratio/low_mean"]]),
+            "high_clip": np.mean([np.mean(values) for values in curves["clip_ratio/high_mean"]]),
+            "lower": np.mean([result["clip_range"][0] for result in results]),
+            "upper": np.mean([result["clip_range"][1] for result in results]),
+        }  # fmt: skip
+        bf16 = {result["seed"]: float(np.mean(result["rewards"])) for result in groups.get((loss, "", "BF16"), [])}
+        paired = [reward - bf16[seed] for seed, reward in rewards.items() if seed in bf16]
+        if arm != "BF16" and len(paired) > 1:
+            row["delta"] = np.mean(paired)
+            row["delta_low"], row["delta_high"] = mean_interval(paired)
+        table.rows.append(
+            {name: value.item() if isinstance(value, np.floating) else value for name, value in row.items()}
+        )
+    table.notes = [
+        f"{HELD_OUT} prompts, {SAMPLES} completions each; warm start {np.mean(list(starts.values())):.3f}. "
+        "Differences are paired by seed, their interval is Student's over seeds. Entropy, nats per token: first → "
+        "last tenth of the rollouts; length: last tenth; clips: share of all tokens, over all updates."
+    ]
+    return table
+
+
+def clip_table(output: Path, groups: dict[tuple[str, str, str], list[dict]]) -> Results:
+    """One row per FP8 arm: what the lower bound clips, in BF16 and in FP8."""
+    interval = "{{{0}:.2f}} [{{{0}_low:.2f}}, {{{0}_high:.2f}}]"
+    table = Results(
+        "Negative-advantage tokens under the lower bound, at held-out calibration batches",
+        {
+            "loss": "{loss}",
+            "recipe": "{recipe}",
+            "arm": "{arm}",
+            "tokens": "{tokens:,}",
+            "BF16 clips": "{bf16_clipped:,} ({bf16:.2%})",
+            "FP8, reference bounds": "{fp8_reference:.2%}",
+            "of BF16's [95 %]": interval.format("multiple_reference"),
+            "FP8, bounds in force": "{fp8_in_force:.2%}",
+            "of BF16's, in force [95 %]": interval.format("multiple_in_force"),
+            "std log r_bf16": "{bf16_std:.3f}",
+            "std of FP8's noise": "{noise_std:.3f}",
+            "over-clips in entropy over 0.5": "{high_entropy:.0%}",
+        },
+    )
+    for (loss, recipe, arm), results in groups.items():
+        counts = [counts for result in results if (counts := counts_of(output, result)) is not None]
+        if not counts:
+            continue
+        history = [record for result in results for record in result["calibration_history"][TRANSIENT:]]
+        files = [output / name_of(loss, recipe, arm, result["seed"]) / "counts.jsonl" for result in results]
+        stds = [json.loads(line)["bf16_std"] for file in files for line in file.read_text().splitlines()]
+        over = sum(mean_share(history, f"entropy_bin/{label}/overclip_low_part") for label in ("0.5-1", "over-1"))
+        table.rows.append({
+            "loss": loss, "recipe": recipe, "arm": arm, **paired_bootstrap(np.concatenate(counts)),
+            "bf16_std": float(np.mean(stds)), "high_entropy": over,
+            "noise_std": float(np.mean([record["ratio_noise_std"] for record in history])),
+        })  # fmt: skip
+    table.notes = [
+        f"The bounds in force come from earlier batches; the first {TRANSIENT} calibrations of each run are left out. "
+        "Intervals: bootstrap over completions."
+    ]
+    return table
+
+
+def draw(groups: dict[tuple[str, str, str], list[dict]]) -> Figure:
+    """Courses of the arms, one column per recipe; thin lines are seeds."""
+    columns = list(dict.fromkeys((loss, recipe) for loss, recipe, arm in groups if arm != "BF16"))
+    rows = {"reward": "reward", "entropy": "entropy, nats", "clip_ratio/low_mean": "low clips, share of tokens"}
+    figure = Figure(figsize=(4.5 * len(columns), 8), layout="constrained")
+    axes = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
+    for column, (loss, recipe) in enumerate(columns):
+        for row, (metric, label) in enumerate(rows.items()):
+            axis = axes[row, column]
+            for color, arm in zip(COLORS, ARMS, strict=False):
+                results = groups.get((loss, "" if arm == "BF16" else recipe, arm), [])
+                smooth = [moving_mean(result["curves"][metric][1]) for result in results]
+                for values in smooth:
+                    axis.plot(values, color=color, linewidth=0.5, alpha=0.5)
+                if smooth:
+                    axis.plot(np.mean(smooth, axis=0), color=color, linewidth=1.8, label=arm)
+            axis.grid(alpha=0.25)
+            axis.set_ylabel(label if column == 0 else "")
+        axes[0, column].set_title(f"{recipe}, {loss}")
+        axes[-1, column].set_xlabel("step")
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def moving_mean(values: list[float], window: int = 40) -> np.ndarray:
+    """Mean over `window` values, only where there are so many."""
+    return np.convolve(values, np.full(window, 1 / window), mode="valid")
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser("miniature", __doc__)
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=list(STAGES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/miniature"))
     parser.add_argument("--report", action="store_true", help="run nothing, report what is there")
     parser.add_argument("--one", nargs=4, metavar=("LOSS", "RECIPE", "ARM", "SEED"), help="one run, in this process")
     options = parser.parse_args(argv)
@@ -207,11 +362,26 @@ def main(argv: list[str] | None = None) -> None:
         loss, recipe, arm, seed = options.one
         run_one(loss, recipe, arm, int(seed), options.output)
         return
-    for run in plan(options.stages, options.seeds):
+    runs = plan(options.stages, options.seeds)
+    for run in runs:
         if options.report or (options.output / name_of(*run) / "result.json").exists():
             continue
-        command = [sys.executable, "-m", "benchmarks.miniature", "--output", str(options.output), "--one"]
+        command = [sys.executable, "-m", "benchmarks", "miniature", "--output", str(options.output), "--one"]
         subprocess.run([*command, *map(str, run)], check=True)
+    results = load(options.output, runs)
+    if not results:
+        sys.exit(f"There is no finished run in {options.output}.")
+    groups: dict[tuple[str, str, str], list[dict]] = {}
+    for result in results:
+        recipe = "" if result["arm"] == "BF16" else result["recipe"]
+        groups.setdefault((result["loss"], recipe, result["arm"]), []).append(result)
+    starts = {seed: start_reward(seed, options.output) for seed in {result["seed"] for result in results}}
+    report(
+        options.output,
+        reward_table(groups, starts),
+        clip_table(options.output, groups),
+        figure=draw(groups),
+    )
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def diagnose(
     return _measure(model, recipe, rollout, settings, advance)
 
 
-class _Scorer:
+class Scorer:
     """Micro-batches of one rollout, scored in FP8 and in BF16 with the weights that the model has now."""
 
     def __init__(self, model: PreTrainedModel, rollout: Rollout, updates: int):
@@ -222,31 +222,30 @@ class _Scorer:
         return pad_sequence([self.rollout.logps[i] for i in part], batch_first=True).to(self.model.device)
 
 
-def _measure(
-    model: PreTrainedModel, recipe: str, rollout: Rollout, settings: Settings, advance: Callable[[str], None]
-) -> Diagnosis:
-    scorer = _Scorer(model, rollout, settings.updates)
-    first, masks = scorer.parts[0], [scorer.mask(part) for part in scorer.parts]
-    advance("old policy")
-    old_fp8 = [scorer.fp8(part) for part in scorer.parts]
-    old_bf16 = [scorer.bf16(part) for part in scorer.parts]
-    advance("BF16 noise floor")
-    floors = [scorer.bf16(part, rows=1) - old for part, old in zip(scorer.parts, old_bf16, strict=True)]
-    floor = torch.cat([values[mask] for values, mask in zip(floors, masks, strict=True)])
-    layers = _layers(model) if settings.per_layer else {}
-    before = {}
-    for name, linears in layers.items():
-        advance(f"layer {name}, before")
-        with _in_bf16(linears):
-            before[name] = scorer.fp8(first)
+def train_and_pool(
+    scorer: Scorer,
+    old_fp8: list[torch.Tensor],
+    old_bf16: list[torch.Tensor],
+    settings: Settings,
+    advance: Callable[[str], None] = lambda what: None,
+) -> TokenPool:
+    """
+    One optimizer step per micro-batch, with a random advantage per completion, and the tokens of all but the first.
 
+    Args:
+        scorer ([`Scorer`]): Model and rollout. The model's weights are moved.
+        old_fp8, old_bf16 (`list[torch.Tensor]`): The old policy's log-probabilities by micro-batch, `(B, T)`, nats.
+        settings ([`Settings`]): Learning rate and seed.
+        advance (`Callable[[str], None]`, *optional*): Called before each step with its name.
+    """
+    model, rollout, device = scorer.model, scorer.rollout, scorer.model.device
     generator = torch.Generator().manual_seed(settings.seed)
     advantages = torch.randn(len(rollout.sequences), generator=generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     collector = TokenCollector()
     for update, part in enumerate(scorer.parts):
         advance(f"update {update + 1}")
-        own, old, mask = advantages[part].to(model.device), old_fp8[update], masks[update]
+        own, old, mask = advantages[part].to(device), old_fp8[update], scorer.mask(part)
         bf16 = scorer.bf16(part) if update else None
         logps, entropies = scorer.score(part)
         ratio = torch.exp(logps - old)
@@ -268,6 +267,28 @@ def _measure(
             )
         optimizer.step()
     optimizer.zero_grad()
+    return collector.pool(Accelerator(cpu=True))
+
+
+def _measure(
+    model: PreTrainedModel, recipe: str, rollout: Rollout, settings: Settings, advance: Callable[[str], None]
+) -> Diagnosis:
+    scorer = Scorer(model, rollout, settings.updates)
+    first, masks = scorer.parts[0], [scorer.mask(part) for part in scorer.parts]
+    advance("old policy")
+    old_fp8 = [scorer.fp8(part) for part in scorer.parts]
+    old_bf16 = [scorer.bf16(part) for part in scorer.parts]
+    advance("BF16 noise floor")
+    floors = [scorer.bf16(part, rows=1) - old for part, old in zip(scorer.parts, old_bf16, strict=True)]
+    floor = torch.cat([values[mask] for values, mask in zip(floors, masks, strict=True)])
+    layers = _layers(model) if settings.per_layer else {}
+    before = {}
+    for name, linears in layers.items():
+        advance(f"layer {name}, before")
+        with _in_bf16(linears):
+            before[name] = scorer.fp8(first)
+
+    pool = train_and_pool(scorer, old_fp8, old_bf16, settings, advance)
 
     after = {}
     if layers:
@@ -287,7 +308,6 @@ def _measure(
         gaps = [(old - own)[mask] for old, own, mask in zip(old_fp8, engines, masks, strict=True)]
         gap = torch.cat(gaps).abs().mean().item()
     outside = (floor.exp() < settings.reference.lower) | (floor.exp() > settings.reference.upper)
-    pool = collector.pool(Accelerator(cpu=True))
     solved = _solve(pool, settings)
     found = Diagnosis(
         recipe=recipe,
