@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
         if name == "miniature":
             path = warm_start(0, options.cache)
             texts = embedded.arithmetic_dataset(options.completions or completions, split="test", terms=TERMS)
-            prompt_ids = embedded.build_tokenizer()(texts["prompt"])["input_ids"]
+            prompt_ids = embedded.build_tokenizer()(list(texts["prompt"]))["input_ids"]
         else:
             path = prepare(name, options.cache)
             tokenizer = AutoTokenizer.from_pretrained(path)
