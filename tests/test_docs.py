@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import digits_reward
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
@@ -172,6 +173,21 @@ def test_calibrated_script_of_the_drop_in_guide_logs_every_metric_that_is_named(
     named = {span for path in pages for span in CODE.findall(prose(path)) if re.match(r"(calclip|sampling)/", span)}
     assert named and not {name for name in named if name not in logged and not name.endswith("/")}
     assert {"entropy", "clip_ratio/low_mean", "frac_reward_zero_std", "grad_norm"} <= logged
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_python_block_of_the_readme_trains(toy_path, toy_dataset, monkeypatch, tmp_path):
+    """As it stands, but for the model and what fits the run to this machine."""
+    ((_, text),) = blocks(ROOT / "README.md", "python")
+    small = "use_cpu=True, max_steps=4, max_completion_length=8, vllm_max_model_length=64, calibration_min_tokens=5,"
+    for old, new in {'"Qwen/Qwen3-0.6B"': repr(toy_path), "use_vllm=True,": f"use_vllm=True, {small}"}.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    monkeypatch.chdir(tmp_path)
+    names = {"reward": digits_reward, "dataset": toy_dataset}
+    exec(compile(text, "README.md", "exec"), names)
+    assert names["trainer"].state.global_step == 4 and len(names["trainer"].calibration_history) == 1
 
 
 def test_drop_in_guide_shows_every_line_that_differs():
