@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     shapes = {name: SHAPES[name] for name in options.shapes}
     if options.emulate:
-        shapes, options.tokens, options.length, options.repeats, options.warm_up = TINY, 64, 32, 2, 1
+        shapes, options.tokens, options.length, options.repeats, options.warm_up = TINY, 64, 32, 2, 2
     else:
         refuse_without_kernels(options.recipes)
     emulated = "EMULATED, times mean nothing: " if options.emulate else ""
