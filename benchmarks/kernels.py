@@ -219,4 +219,4 @@ def main(argv: list[str] | None = None) -> None:
     table.notes.append(
         f"{options.repeats} interleaved repeats. Paper: Chen et al., arXiv 2609.22870, passes excluded."
     )
-    report(options.output, table, figure=draw(table.rows))
+    report(options.output, table, figure=None if options.emulate else draw(table.rows))
