@@ -21,6 +21,7 @@ import os
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import dataclasses  # noqa: E402
+import json  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
@@ -236,8 +237,14 @@ def main(argv: list[str] | None = None) -> None:
         names = [name for name in arms(group == "vllm") if options.arms is None or name in options.arms]
         results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         for repeat in track(range(options.repeats), description=titles[group]):
+            directory = options.output / "runs" / f"{group}-{repeat}"
+            directory.mkdir(parents=True, exist_ok=True)
             for name in rotated(names, repeat):
-                results[name].append(fresh(run, name, group == "vllm", options.rollouts, options.cache))
+                path = directory / f"{name.replace(' ', '_').replace(',', '')}.json"
+                if not path.exists():  # a broken benchmark goes on where it was
+                    result = fresh(run, name, group == "vllm", options.rollouts, options.cache)
+                    path.write_text(json.dumps(result))
+                results[name].append(json.loads(path.read_text()))
         groups[titles[group]] = summaries(results)
         shown += tables(titles[group], groups[titles[group]])
     report(options.output, *shown, figure=draw(groups))
