@@ -61,11 +61,15 @@ class Clock:
     """
     Seconds by part. Parts may be nested: time counts for the innermost one only.
 
+    Args:
+        now (`Callable[[], float]`): What time it is, in seconds.
+
     Attributes:
         seconds (`dict[str, float]`): By part.
     """
 
-    def __init__(self):
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self.now = now
         self.seconds: dict[str, float] = defaultdict(float)
         self._parts: list[str] = []
         self._since = 0.0
@@ -93,7 +97,7 @@ class Clock:
     def _charge(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        now = time.perf_counter()
+        now = self.now()
         if self._parts:
             self.seconds[self._parts[-1]] += now - self._since
         self._since = now

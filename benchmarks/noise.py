@@ -25,7 +25,7 @@ from rich.progress import track
 from transformers import AutoTokenizer
 
 from benchmarks.clip_counts import completion_counts, paired_bootstrap
-from benchmarks.miniature import TERMS, warm_start
+from benchmarks.miniature_runs import TERMS, warm_start
 from benchmarks.models import convert, load_masters, prepare, prompts
 from benchmarks.results import Results, argument_parser, report
 from trl_calclip import ClipRange, embedded

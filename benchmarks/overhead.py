@@ -10,7 +10,9 @@ fresh process, in turned order; ratios are within a repeat. Two groups: rollouts
 TRL's `GRPOTrainer` can be run beside, and rollouts from a vLLM engine, where on a CPU it cannot, because its weight
 sync fails there.
 
-On a CPU FP8 is emulated: its arms say what calibration costs over fixed bounds, not what FP8 costs over BF16.
+Without a GPU the parts are the process's CPU time, so that other work on the machine does not count, and stand beside
+the wall clock. There FP8 is emulated: its arms say what calibration costs over fixed bounds, not what FP8 costs over
+BF16.
 """
 
 import os
@@ -19,6 +21,7 @@ import os
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import dataclasses  # noqa: E402
+import json  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
@@ -82,8 +85,8 @@ class Stopwatch:
     """
 
     def __init__(self, trainer: GRPOTrainer, warm_up: int):
-        self.clock = Clock()
-        self.started = 0.0
+        self.clock = Clock(time.perf_counter if torch.cuda.is_available() else time.process_time)
+        self.started = self.started_wall = 0.0
         self._calls, self._warm_up = 0, warm_up
         timed = self.clock.timed
         trainer.compute_loss = timed("forward", trainer.compute_loss)
@@ -101,18 +104,18 @@ class Stopwatch:
         def training_step(*args, **kwargs):
             if self._calls == self._warm_up:
                 self.clock.seconds.clear()
-                self.started = time.perf_counter()
+                self.started, self.started_wall = self.clock.now(), time.perf_counter()
             self._calls += 1
             return step(*args, **kwargs)
 
         trainer.training_step = training_step
 
     def parts(self, steps: int) -> dict[str, float]:
-        """Milliseconds of one optimizer step by part, and `"step"`, since the warm-up."""
-        whole = time.perf_counter() - self.started
+        """Milliseconds of one optimizer step since the warm-up: by part, their sum `"step"`, and `"wall"`."""
+        whole, wall = self.clock.now() - self.started, time.perf_counter() - self.started_wall
         seconds = {part: self.clock.seconds.get(part, 0.0) for part in PARTS}
         seconds["optimizer and rest"] = whole - sum(seconds.values())
-        return {part: 1000 * value / steps for part, value in {**seconds, "step": whole}.items()}
+        return {part: 1000 * value / steps for part, value in {**seconds, "step": whole, "wall": wall}.items()}
 
 
 def build(arm: str, vllm: bool, rollouts: int, cache: str, output: str) -> GRPOTrainer:
@@ -157,12 +160,13 @@ def summaries(results: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]
         row: dict[str, Any] = {"arm": arm, "repeats": len(runs)}
         row |= {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         for name, other in (("trl", "TRL"), ("fixed", "FP8, fixed bounds")):
-            if other in results and other != arm:
-                ratios = [run["step"] / base["step"] for run, base in zip(runs, results[other], strict=True)]
-                low, high = median_interval(ratios)
-                row |= {f"to_{name}": statistics.median(ratios), f"to_{name}_all": ratios}
-                row |= {f"to_{name}_text": f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"}
-                row |= {f"to_{name}_low": low, f"to_{name}_high": high}
+            if other not in results or other == arm:
+                continue
+            for time_of in ("step", "wall"):
+                ratios = [run[time_of] / base[time_of] for run, base in zip(runs, results[other], strict=True)]
+                key = f"{name}_{time_of}"
+                row |= {key: statistics.median(ratios), f"{key}_all": ratios, f"{key}_95": median_interval(ratios)}
+                row[f"{key}_text"] = f"{row[key]:.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
         rows.append(row)
     return rows
 
@@ -176,19 +180,21 @@ def tables(title: str, rows: list[dict[str, Any]]) -> list[Results]:
             "arm": "{arm}",
             "calibrations": "{calibrations:.0f}",
             "ms": "{step:.1f}",
-            "to TRL": "{to_trl_text}",
-            "to fixed bounds": "{to_fixed_text}",
+            "wall, ms": "{wall:.1f}",
+            "to TRL": "{trl_step_text}",
+            "wall, to TRL": "{trl_wall_text}",
+            "to fixed bounds": "{fixed_step_text}",
+            "wall, to fixed bounds": "{fixed_wall_text}",
             "peak memory, MiB": "{memory:.0f}",
         },
         rows,
         [repeats],
     )
-    off = next((row for row in rows if row["arm"] == "everything off" and "to_trl" in row), None)
-    if off is not None:
-        interval = f"[{off['to_trl_low']:.3f}, {off['to_trl_high']:.3f}]"
-        ratios.notes.append(
-            f"Everything off: {off['to_trl']:.3f} of TRL's time, 95 % interval of the median {interval}."
-        )
+    off = next((row for row in rows if row["arm"] == "everything off" and "trl_step" in row), None)
+    for key, meant in (("trl_step", "time"), ("trl_wall", "wall clock")):
+        if off is not None:
+            low, high = off[f"{key}_95"]
+            ratios.notes.append(f"Everything off, {meant}: {off[key]:.3f} of TRL's, 95 % [{low:.3f}, {high:.3f}].")
     parts = Results(f"{title}: where a step's milliseconds go", {"arm": "{arm}"}, rows)
     parts.columns |= {part: f"{{{part}:.2f}}" for part in PARTS}
     return [ratios, parts]
@@ -231,8 +237,14 @@ def main(argv: list[str] | None = None) -> None:
         names = [name for name in arms(group == "vllm") if options.arms is None or name in options.arms]
         results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         for repeat in track(range(options.repeats), description=titles[group]):
+            directory = options.output / "runs" / f"{group}-{repeat}"
+            directory.mkdir(parents=True, exist_ok=True)
             for name in rotated(names, repeat):
-                results[name].append(fresh(run, name, group == "vllm", options.rollouts, options.cache))
+                path = directory / f"{name.replace(' ', '_').replace(',', '')}.json"
+                if not path.exists():  # a broken benchmark goes on where it was
+                    result = fresh(run, name, group == "vllm", options.rollouts, options.cache)
+                    path.write_text(json.dumps(result))
+                results[name].append(json.loads(path.read_text()))
         groups[titles[group]] = summaries(results)
         shown += tables(titles[group], groups[titles[group]])
     report(options.output, *shown, figure=draw(groups))

@@ -1,16 +1,201 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
-"""The statistics behind the benchmarks' claims, on counts whose answer is known."""
+"""
+The benchmarks: their entry point, what they save, the statistics behind their claims on counts whose answer is known.
+"""
 
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
+from benchmarks import kernels, solver, sync  # noqa: E402
+from benchmarks.__main__ import BENCHMARKS, main  # noqa: E402
 from benchmarks.clip_counts import paired_bootstrap  # noqa: E402
+from benchmarks.measuring import Clock, fresh, median_interval, rotated  # noqa: E402
+from benchmarks.overhead import ARMS, arms, summaries  # noqa: E402
+from benchmarks.results import Results, report  # noqa: E402
+
+
+# Entry point
+
+
+def modules() -> set[str]:
+    """Modules of `benchmarks/` that can be run."""
+    return {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "\ndef main(argv" in path.read_text()}
+
+
+def test_every_benchmark_is_listed(capsys):
+    runnable = modules() - {"__main__"}
+    assert {"solver", "sync", "overhead", "kernels", "demo"} <= runnable <= set(BENCHMARKS)
+    main([])
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in BENCHMARKS)
+
+
+@pytest.mark.parametrize("name", sorted(modules() - {"__main__"}))
+def test_every_benchmark_says_how_it_is_run(name, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main([name, "--help"])
+    assert leaving.value.code == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"usage: python -m benchmarks {name} ")
+    assert f"\n    python -m benchmarks {name}" in told  # its docstring has a command
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("solvr", "There is no benchmark 'solvr'. Did you mean 'solver'?"),
+        ("zzz", f"There is no benchmark 'zzz'. There are: {', '.join(BENCHMARKS)}."),
+    ],
+)
+def test_an_unknown_name_gets_a_sentence(name, sentence):
+    with pytest.raises(SystemExit) as leaving:
+        main([name])
+    assert leaving.value.code == sentence
+
+
+def test_what_is_reported_is_saved_unrounded(tmp_path, capsys):
+    columns = {"tokens [count]": "{tokens:,}", "time": "{seconds:.1f} ± {error:.1f}", "none": "[{nothing:.2f}]"}
+    rows = [{"tokens": 1000, "seconds": 0.123456, "error": 1 / 3}, {"tokens": 2000, "seconds": None}]
+    report(tmp_path / "new", Results("A table", columns, rows, ["A [note]."]), figure=Figure())
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("1,000", "0.1 ± 0.3", "A [note].", "tokens [count]", "torch 2"))
+    assert "[]" not in shown
+    saved = json.loads((tmp_path / "new" / "results.json").read_text())
+    assert saved["tables"] == [{"title": "A table", "rows": rows, "notes": ["A [note]."]}]
+    assert {"hardware", "threads", "versions", "commit", "date", "command"} <= set(saved)
+    assert saved["versions"]["trl"].startswith("1.16")
+    assert (tmp_path / "new" / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+# How it is measured
+
+
+def test_time_counts_for_the_innermost_part():
+    now = [0.0]
+
+    def work(seconds):
+        now[0] += seconds
+
+    clock = Clock(lambda: now[0])
+    with clock.part("outer"):
+        work(1)
+        with clock.part("inner"):
+            work(2)
+            clock.timed("innermost", work)(4)
+            work(8)
+        work(16)
+    work(32)
+    assert clock.seconds == {"outer": 17, "inner": 10, "innermost": 4}
+
+
+def test_every_repeat_runs_every_arm_in_another_order():
+    orders = [rotated(["a", "b", "c"], repeat) for repeat in range(6)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert len({tuple(order) for order in orders}) == 6
+
+
+@pytest.mark.slow
+def test_peak_memory_of_a_fresh_process():
+    """A million float32 and as many int64 come out of a sort: 11.4 MiB, besides what it works with."""
+    assert 11 <= fresh(solver.peak_mebibytes, "sort", 10**6) < 40
+
+
+def test_the_medians_interval_covers_it_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    intervals = [median_interval(rng.normal(size=15), draws=500) for _ in range(100)]
+    assert 85 <= sum(low <= 0 <= high for low, high in intervals) < 100
+
+
+# Solver
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_grid_search_agrees_with_the_exact_solve_to_within_its_step(seed):
+    data = solver.tokens(20_000, seed)
+    exact, grid = solver.solve(data).target, solver.grid_search(data)
+    assert grid.lower == pytest.approx(exact.lower, abs=1e-3)  # one gap between neighbouring ratios
+    assert grid.upper == pytest.approx(exact.upper, abs=solver.GRID_STEP)
+    assert exact.lower < 0.78 and exact.upper > 1.3  # well inside the limits: there was something to find
+
+
+def test_the_grid_search_of_few_tokens_by_hand():
+    """Negative ratios 0.6 to 0.9, of which BF16 clips a half; positive masses 1.2 and 1.5, of which BF16 keeps one."""
+    fp8, bf16 = [0.6, 0.7, 0.8, 0.9, 1.25, 1.55], [0.7, 0.7, 0.9, 0.9, 1.2, 1.5]
+    advantages, ones = [-1.0] * 4 + [1.0] * 2, [1.0] * 6
+    data = [solver.torch.tensor(column) for column in (fp8, bf16, advantages, ones, ones)]
+    # lower: the median, 0.75. In force 0.65: kept are 0.7 + 0.8 + 0.9 = 2.4; rho = 1.2 / 1.8; target 1.6; 1.25 < 1.6.
+    found = solver.grid_search(data)
+    assert (found.lower, found.upper) == (pytest.approx(0.75), pytest.approx(1.26))
+
+
+# Sync and overhead
+
+
+def test_growth_of_a_straight_line():
+    rows = [{"recipe": "rowwise", "parameters": n * 10**6, "sync_min": 0.01 + 0.002 * n} for n in (1, 10, 100)]
+    assert sync.growth("rowwise", rows).startswith("rowwise: 10.0 ms + 2.00 ms per million parameters")
+
+
+def test_ratios_are_taken_within_a_repeat():
+    def run(step):
+        return {"step": step, "wall": 2 * step, "memory": 1.0}
+
+    results = {"TRL": [run(10.0), run(20.0)], "everything off": [run(11.0), run(22.0)]}
+    trl, off = summaries(results)
+    assert "trl_step" not in trl and off["trl_step"] == off["trl_wall"] == pytest.approx(1.1)
+    assert off["trl_step_95"] == pytest.approx((1.1, 1.1)) and off["step"] == 16.5
+    assert arms(vllm=False)[0] == "TRL" and "TRL" in ARMS
+
+
+# Kernels
+
+
+def test_kernels_need_a_gpu(monkeypatch):
+    monkeypatch.setattr(kernels, "cuda_capability", lambda: None)
+    with pytest.raises(SystemExit, match=r"tensorwise needs a GPU .* 8\.9 or higher, and this machine has no GPU"):
+        main(["kernels"])
+    monkeypatch.setattr(kernels, "cuda_capability", lambda: (8, 9))
+    with pytest.raises(SystemExit, match=r"rowwise needs .* 9\.0 or higher, and this machine has one with 8\.9"):
+        main(["kernels"])
+
+
+@pytest.mark.slow
+def test_kernels_run_emulated_and_claim_nothing(tmp_path, capsys):
+    main(["kernels", "--emulate", "--recipes", "tensorwise", "blockwise", "--output", str(tmp_path)])
+    (table,) = json.loads((tmp_path / "results.json").read_text())["tables"]
+    assert table["title"].startswith("EMULATED, times mean nothing")
+    assert "EMULATED" in capsys.readouterr().out
+    arms = [(row["mode"], row["recipe"]) for row in table["rows"]]
+    assert arms == [(mode, recipe) for mode in ("compiled", "eager") for recipe in ("BF16", "tensorwise", "blockwise")]
+    for row in table["rows"]:
+        assert "fault" not in row and row["step_ms"] > 0 and row["bf16_pass_ms"] > 0
+        if row["recipe"] != "BF16":
+            assert row["excluded"] > row["interval"] > row["calibration"] > 0  # passes only ever cost
+    kernels.draw(table["rows"]).savefig(tmp_path / "speeds.png")  # drawn with times that mean something only
+    assert not (tmp_path / "results.png").exists()
+
+
+def test_a_kernel_that_fails_is_a_row_with_its_fault(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(kernels, "convert_to_fp8", fail)
+    main(["kernels", "--emulate", "--modes", "eager", "--recipes", "rowwise", "--output", str(tmp_path)])
+    (table,) = json.loads((tmp_path / "results.json").read_text())["tables"]
+    faults = {row["recipe"]: row.get("fault") for row in table["rows"]}
+    assert faults == {"rowwise": "RuntimeError: no such kernel", "BF16": None}
+
+
+# The demo's bootstrap
 
 
 def test_shares_and_gain_by_hand():
