@@ -218,11 +218,15 @@ def test_signal_handler_is_put_back(make_trainer):
 # Ranks
 
 RANKS = """
-import json, os, signal, sys, time
+import datetime, json, os, signal, sys, time
+import torch
 from datasets import Dataset
 from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer
 
 model, output_dir, fault = sys.argv[1:]
+if fault == "SIGSTOP":
+    # On a CPU transformers does not hand `ddp_timeout` on.
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
 
 
 class Trainer(CalibratedGRPOTrainer):
@@ -230,9 +234,14 @@ class Trainer(CalibratedGRPOTrainer):
         if os.environ["RANK"] == "1" and self.state.global_step == 5:
             with open(os.path.join(output_dir, "time"), "w") as file:
                 file.write(str(time.time()))
+            if fault == "none":
+                return super().before_policy_forward(inputs)
             if fault == "raise":
                 raise ZeroDivisionError("on one rank")
-            os.kill(os.getpid(), getattr(signal, fault))
+            if fault == "slow":
+                time.sleep(12)
+            else:
+                os.kill(os.getpid(), getattr(signal, fault))
         super().before_policy_forward(inputs)
 
 
@@ -249,8 +258,13 @@ dataset = Dataset.from_dict({"prompt": [f"{i % 10}+{i // 10}=" for i in range(64
 trainer = Trainer(model, reward, args, train_dataset=dataset)
 trainer.train()
 with open(os.path.join(output_dir, f"rank{os.environ['RANK']}.json"), "w") as file:
-    json.dump(trainer.state.global_step, file)
+    json.dump([trainer.state.global_step, trainer.clip_range.lower, trainer.clip_range.upper], file)
 """
+
+
+def ends(directory: Path) -> list[list[float]]:
+    """Last step and bounds of both ranks."""
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.mark.slow
@@ -258,21 +272,38 @@ def test_ranks_agree_on_sigterm(toy_path, tmp_path):
     """Only one rank sees the signal; both stop at the end of the rollout, with one complete checkpoint."""
     run = launch(tmp_path, RANKS, toy_path, tmp_path, "SIGTERM", ranks=2)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)] == [8, 8]
+    first, second = ends(tmp_path)
+    assert first == second and first[0] == 8
     checkpoint = Path(find_checkpoint(True, str(tmp_path)))
     assert checkpoint.name == "checkpoint-8"
     assert {"rng_state_0.pth", "rng_state_1.pth", STATE_NAME} <= set(os.listdir(checkpoint))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["SIGKILL", "raise"])
+def test_slow_rank_is_waited_for(toy_path, tmp_path):
+    results = []
+    for fault in ("none", "slow"):
+        directory = tmp_path / fault
+        directory.mkdir()
+        run = launch(directory, RANKS, toy_path, directory, fault, ranks=2)
+        assert run.returncode == 0, run.stderr[-3000:]
+        results += ends(directory)
+    assert results[0][0] == 12 and results == [results[0]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "raise"])
 def test_dead_rank_ends_the_run(toy_path, tmp_path, fault):
-    """The others wait in a collective: they end within a minute of it, and the reason is said."""
+    """
+    The others wait in a collective: they end within a minute of it, and the reason is said. For one that hangs they
+    wait as long as the process group's timeout, here 20 s, and the launcher takes half a minute to kill it.
+    """
 
     run = launch(tmp_path, RANKS, toy_path, tmp_path, fault, ranks=2)
     assert run.returncode != 0
-    assert time.time() - float((tmp_path / "time").read_text()) < 60
-    assert ("Signal 9" if fault == "SIGKILL" else "ZeroDivisionError: on one rank") in run.stderr
+    assert time.time() - float((tmp_path / "time").read_text()) < (120 if fault == "SIGSTOP" else 60)
+    reason = {"SIGKILL": "Signal 9", "SIGSTOP": "Timed out waiting", "raise": "ZeroDivisionError: on one rank"}
+    assert reason[fault] in run.stderr, run.stderr[-3000:]
     assert not (tmp_path / "rank0.json").exists()
 
 
