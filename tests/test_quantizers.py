@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from trl_calclip.fp8.quantizers import (
+    from_fp8,
     packed_linear_names,
     quantize_per_channel,
     quantize_per_tensor,
@@ -49,6 +50,13 @@ def test_nan_is_not_hidden(quantize, spoiled_rows):
     values[2, 3] = float("nan")
     payload, _ = quantize(values)
     assert payload.float().isnan().all(dim=-1).sum() == spoiled_rows
+
+
+def test_every_payload_has_its_value():
+    payload = torch.arange(256, dtype=torch.uint8).reshape(16, 16).view(torch.float8_e4m3fn)
+    for case in (payload, payload.t(), payload[:0]):
+        torch.testing.assert_close(from_fp8(case), case.float(), rtol=0, atol=0, equal_nan=True)
+    assert from_fp8(payload).signbit().sum() == payload.float().signbit().sum()  # -0 too
 
 
 def test_shared_scale_makes_parts_equal_to_the_fused_weight():

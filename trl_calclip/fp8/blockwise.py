@@ -14,7 +14,7 @@ Source: torchao 0.18, `prototype/blockwise_fp8_training/{linear,kernels}.py`.
 import torch
 from torch.nn import functional as F
 
-from .quantizers import float32_matmul, multiplier_from_amax, to_fp8
+from .quantizers import float32_matmul, from_fp8, multiplier_from_amax, to_fp8
 
 
 BLOCK = 128
@@ -65,13 +65,13 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize_groups(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Float32 values `(M, K)` of what [`quantize_groups`] gave."""
-    return payload.float() * scale.repeat_interleave(BLOCK, dim=1)[:, : payload.shape[1]]
+    return from_fp8(payload) * scale.repeat_interleave(BLOCK, dim=1)[:, : payload.shape[1]]
 
 
 def dequantize_blocks(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Float32 values `(N, K)` of what [`quantize_blocks`] gave."""
     rows = scale.repeat_interleave(BLOCK, dim=0)[: payload.shape[0]]
-    return payload.float() * rows.repeat_interleave(BLOCK, dim=1)[:, : payload.shape[1]]
+    return from_fp8(payload) * rows.repeat_interleave(BLOCK, dim=1)[:, : payload.shape[1]]
 
 
 def _round_trip_groups(values: torch.Tensor) -> torch.Tensor:
