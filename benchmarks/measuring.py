@@ -2,8 +2,9 @@
 """How the benchmarks repeat and time: fresh processes, peak memory, seconds by part, medians with their spread."""
 
 import multiprocessing
+import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -103,14 +104,68 @@ class Clock:
         self._since = now
 
 
+class Turns:
+    """
+    Lets threads run one after the other: each waits for its turn, and hands over when it is done with it.
+
+    What is compared then runs within seconds of one another, in the same process, whatever else the machine does.
+
+    Args:
+        order (`Sequence[int]`): Whose turns come, one by one.
+    """
+
+    def __init__(self, order: Sequence[int]):
+        self._order = deque(order)
+        self._changed = threading.Condition()
+        self._broken = False
+
+    def wait(self, who: int) -> None:
+        """Return when it is the turn of `who`; raise `RuntimeError` if another thread gave up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken or self._order[0] == who)
+            if self._broken:
+                raise RuntimeError("Another thread failed.")
+
+    def hand_over(self) -> None:
+        """Let the next one run."""
+        with self._changed:
+            self._order.popleft()
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Let nobody wait for ever for a thread that failed."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+
 def rotated(items: Sequence, repeat: int) -> list:
     """`items` in the order of repeat number `repeat`: each comes first in turn, and every second repeat backwards."""
     turned = [*items[repeat % len(items) :], *items[: repeat % len(items)]]
     return turned[::-1] if repeat % 2 else turned
 
 
-def median_interval(values: Sequence[float], draws: int = 10_000) -> tuple[float, float]:
-    """95 % interval of the median, by a bootstrap over `values`; as wide as they are where there are few."""
-    samples = np.random.default_rng(0).choice(np.asarray(values), size=(draws, len(values)))
-    low, high = np.quantile(np.median(samples, axis=1), [0.025, 0.975])
+def interval(statistic: Callable[[np.ndarray], np.ndarray], values: np.ndarray, draws: int = 10_000) -> tuple:
+    """
+    95 % interval by a bootstrap over the rows of `values`; as wide as they are where there are few.
+
+    Args:
+        statistic (`Callable`): From `(draws, rows, ...)` to `(draws,)`.
+        values (`np.ndarray`): `(rows, ...)`.
+        draws (`int`, *optional*, defaults to `10_000`): Bootstrap samples.
+    """
+    drawn = np.random.default_rng(0).integers(len(values), size=(draws, len(values)))
+    low, high = np.quantile(statistic(values[drawn]), [0.025, 0.975])
     return float(low), float(high)
+
+
+def median_interval(values: Sequence[float], draws: int = 10_000) -> tuple[float, float]:
+    """95 % interval of the median."""
+    return interval(lambda drawn: np.median(drawn, axis=1), np.asarray(values), draws)
+
+
+def total_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:
+    """Ratio of the sums of paired values, and its 95 % interval."""
+    pairs = np.stack([numerators, denominators], axis=1)
+    low, high = interval(lambda drawn: drawn[..., 0].sum(1) / drawn[..., 1].sum(1), pairs)
+    return float(pairs[:, 0].sum() / pairs[:, 1].sum()), low, high

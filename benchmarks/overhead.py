@@ -4,15 +4,14 @@ What the trainer costs over TRL's: time of an optimizer step, by part, and memor
 
     python -m benchmarks overhead
 
-The demo's model and settings, with a rollout of 32 completions for four updates, all completions of the same length,
-so that every arm does the same work. One rollout to warm up, then twenty. Every repeat runs every arm once, each in a
-fresh process, in turned order; ratios are within a repeat. Two groups: rollouts from the trainer's own model, where
-TRL's `GRPOTrainer` can be run beside, and rollouts from a vLLM engine, where on a CPU it cannot, because its weight
-sync fails there.
+The demo's model and settings, with rollouts of 32 completions for four updates, all completions of the same length, so
+that every arm does the same work. Two groups. Where rollouts come from the trainer's own model, all arms are in one
+process and take turns, a rollout each, in an order that changes with every round: each round gives one ratio to TRL's
+`GRPOTrainer`. Where they come from a vLLM engine, every arm has a fresh process, and TRL's is missing on a CPU: its
+weight sync fails there. The first rollout is not counted. Peak memory is always that of a fresh process.
 
-Without a GPU the parts are the process's CPU time, so that other work on the machine does not count, and stand beside
-the wall clock. There FP8 is emulated: its arms say what calibration costs over fixed bounds, not what FP8 costs over
-BF16.
+Without a GPU times are the process's CPU time, so that other work on the machine does not count, and stand beside the
+wall clock. There FP8 is emulated: its arms say what calibration costs over fixed bounds, not what FP8 costs over BF16.
 """
 
 import os
@@ -25,6 +24,7 @@ import json  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -35,7 +35,7 @@ from rich.progress import track  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from benchmarks.measuring import Clock, fresh, median_interval, peak_memory, rotated  # noqa: E402
+from benchmarks.measuring import Clock, Turns, fresh, median_interval, peak_memory, rotated, total_ratio  # noqa: E402
 from benchmarks.results import Results, argument_parser, report  # noqa: E402
 from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer, embedded  # noqa: E402
 from trl_calclip.report_panels import COLORS  # noqa: E402
@@ -81,13 +81,18 @@ class Stopwatch:
 
     Args:
         trainer ([`~trl.GRPOTrainer`]): Any, ours or TRL's.
-        warm_up (`int`): Calls of `training_step` that are not counted.
+        turns ([`Turns`]): When it may run; a turn is a rollout.
+        who (`int`): Its number there.
+
+    Attributes:
+        rollouts (`list[tuple[float, float]]`): Time and wall clock of each counted rollout, seconds.
     """
 
-    def __init__(self, trainer: GRPOTrainer, warm_up: int):
+    def __init__(self, trainer: GRPOTrainer, turns: Turns, who: int):
+        self.trainer, self.turns, self.who = trainer, turns, who
         self.clock = Clock(time.perf_counter if torch.cuda.is_available() else time.process_time)
-        self.started = self.started_wall = 0.0
-        self._calls, self._warm_up = 0, warm_up
+        self.rollouts: list[tuple[float, float]] = []
+        self._calls = 0
         timed = self.clock.timed
         trainer.compute_loss = timed("forward", trainer.compute_loss)
         trainer.accelerator.backward = timed("backward", trainer.accelerator.backward)
@@ -102,19 +107,41 @@ class Stopwatch:
         step = timed("scoring and rest of the rollout", trainer.training_step)
 
         def training_step(*args, **kwargs):
-            if self._calls == self._warm_up:
-                self.clock.seconds.clear()
-                self.started, self.started_wall = self.clock.now(), time.perf_counter()
+            if self._calls and self._calls % UPDATES == 0:
+                self._end_turn()
+                self._begin_turn()
             self._calls += 1
             return step(*args, **kwargs)
 
         trainer.training_step = training_step
 
-    def parts(self, steps: int) -> dict[str, float]:
-        """Milliseconds of one optimizer step since the warm-up: by part, their sum `"step"`, and `"wall"`."""
-        whole, wall = self.clock.now() - self.started, time.perf_counter() - self.started_wall
+    def train(self) -> None:
+        """Train, one rollout whenever it is this one's turn."""
+        try:
+            self._begin_turn()
+            self.trainer.train()
+            self._end_turn()
+        except BaseException:
+            self.turns.give_up()
+            raise
+
+    def _begin_turn(self) -> None:
+        self.turns.wait(self.who)
+        self._began = self.clock.now(), time.perf_counter()
+
+    def _end_turn(self) -> None:
+        if self._calls > UPDATES:
+            self.rollouts.append((self.clock.now() - self._began[0], time.perf_counter() - self._began[1]))
+        else:
+            self.clock.seconds.clear()  # start-up and the first rollout
+        self.turns.hand_over()
+
+    def parts(self) -> dict[str, float]:
+        """Milliseconds of one optimizer step: by part, their sum `"step"`, and `"wall"`."""
+        whole, wall = (sum(column) for column in zip(*self.rollouts, strict=True))
         seconds = {part: self.clock.seconds.get(part, 0.0) for part in PARTS}
         seconds["optimizer and rest"] = whole - sum(seconds.values())
+        steps = UPDATES * len(self.rollouts)
         return {part: 1000 * value / steps for part, value in {**seconds, "step": whole, "wall": wall}.items()}
 
 
@@ -139,62 +166,78 @@ def build(arm: str, vllm: bool, rollouts: int, cache: str, output: str) -> GRPOT
     )  # fmt: skip
 
 
-def run(arm: str, vllm: bool, rollouts: int, cache: str) -> dict[str, float]:
-    """Train one arm in this process, which must be fresh: milliseconds by part, peak memory, calibrations."""
+def measure(names: list[str], vllm: bool, rollouts: int, cache: str) -> dict[str, dict[str, Any]]:
+    """
+    Train arms in this process, which must be fresh, taking turns.
+
+    Returns:
+        `dict[str, dict[str, Any]]`: For each arm milliseconds by part, the counted rollouts, how many of these
+        calibrated, and the process's peak memory, which is the arm's if it is alone.
+    """
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as output:
-        trainer = build(arm, vllm, 1 + rollouts, cache, output)
-        stopwatch = Stopwatch(trainer, warm_up=UPDATES)
-        with peak_memory() as memory:
-            trainer.train()
-            parts = stopwatch.parts(UPDATES * rollouts)
-    history = trainer.calibration_history if isinstance(trainer, CalibratedGRPOTrainer) else []
-    counted = sum(record["rollout"] > 0 for record in history)
-    return {**parts, "memory": memory["MiB"], "calibrations": counted}
+        trainers = [build(name, vllm, 1 + rollouts, cache, f"{output}/{name}") for name in names]
+        turns = Turns([who for number in range(1 + rollouts) for who in rotated(range(len(names)), number)])
+        stopwatches = [Stopwatch(trainer, turns, who) for who, trainer in enumerate(trainers)]
+        with peak_memory() as memory, ThreadPoolExecutor(len(names)) as pool:
+            for running in [pool.submit(stopwatch.train) for stopwatch in stopwatches]:
+                running.result()
+    results = {}
+    for name, trainer, stopwatch in zip(names, trainers, stopwatches, strict=True):
+        history = trainer.calibration_history if isinstance(trainer, CalibratedGRPOTrainer) else []
+        calibrations = sum(record["rollout"] > 0 for record in history)
+        counted = {"rollouts": stopwatch.rollouts, "calibrations": calibrations, "memory": memory["MiB"]}
+        results[name] = {**stopwatch.parts(), **counted}
+    return results
 
 
-def summaries(results: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
-    """A row for each arm: medians over the repeats, and ratios to TRL's trainer and to fixed bounds in each repeat."""
+def summaries(results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A row for each arm: medians over the repeats, ratios to TRL's trainer and to fixed bounds over all rollouts."""
     rows = []
     for arm, runs in results.items():
-        row: dict[str, Any] = {"arm": arm, "repeats": len(runs)}
-        row |= {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        row: dict[str, Any] = {"arm": arm, "repeats": len(runs), "rollouts": sum(len(run["rollouts"]) for run in runs)}
+        row |= {name: statistics.median(run[name] for run in runs) for name in runs[0] if name != "rollouts"}
         for name, other in (("trl", "TRL"), ("fixed", "FP8, fixed bounds")):
             if other not in results or other == arm:
                 continue
-            for time_of in ("step", "wall"):
-                ratios = [run[time_of] / base[time_of] for run, base in zip(runs, results[other], strict=True)]
-                key = f"{name}_{time_of}"
-                row |= {key: statistics.median(ratios), f"{key}_all": ratios, f"{key}_95": median_interval(ratios)}
-                row[f"{key}_text"] = f"{row[key]:.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
+            for column, time_of in enumerate(("step", "wall")):
+                own, base = (
+                    [rollout[column] for run in several for rollout in run["rollouts"]]
+                    for several in (runs, results[other])
+                )
+                key, ratios = f"{name}_{time_of}", [a / b for a, b in zip(own, base, strict=True)]
+                row[key], *row[f"{key}_95"] = total_ratio(own, base)
+                row[f"{key}_median"], row[f"{key}_median_95"] = statistics.median(ratios), median_interval(ratios)
+                row[f"{key}_text"] = "{:.3f} [{:.3f}, {:.3f}]".format(row[key], *row[f"{key}_95"])
         rows.append(row)
     return rows
 
 
 def tables(title: str, rows: list[dict[str, Any]]) -> list[Results]:
     """Ratios, then parts."""
-    repeats = f"{rows[0]['repeats']} repeats, medians [range]."
     ratios = Results(
         f"{title}: an optimizer step",
         {
             "arm": "{arm}",
-            "calibrations": "{calibrations:.0f}",
+            "rollouts, calibrations": "{rollouts}, {calibrations:.0f}",
             "ms": "{step:.1f}",
             "wall, ms": "{wall:.1f}",
-            "to TRL": "{trl_step_text}",
-            "wall, to TRL": "{trl_wall_text}",
-            "to fixed bounds": "{fixed_step_text}",
-            "wall, to fixed bounds": "{fixed_wall_text}",
+            "to TRL [95 %]": "{trl_step_text}",
+            "wall, to TRL [95 %]": "{trl_wall_text}",
+            "to fixed bounds [95 %]": "{fixed_step_text}",
+            "wall, to fixed bounds [95 %]": "{fixed_wall_text}",
             "peak memory, MiB": "{memory:.0f}",
         },
         rows,
-        [repeats],
+        ["Ratios of all counted time; intervals by a bootstrap over rollouts."],
     )
     off = next((row for row in rows if row["arm"] == "everything off" and "trl_step" in row), None)
-    for key, meant in (("trl_step", "time"), ("trl_wall", "wall clock")):
+    for key, meant in (("trl_step_median", "time"), ("trl_wall_median", "wall clock")):
         if off is not None:
             low, high = off[f"{key}_95"]
-            ratios.notes.append(f"Everything off, {meant}: {off[key]:.3f} of TRL's, 95 % [{low:.3f}, {high:.3f}].")
+            ratios.notes.append(
+                f"Everything off, median {meant}: {off[key]:.3f} of TRL's, 95 % [{low:.3f}, {high:.3f}]."
+            )
     parts = Results(f"{title}: where a step's milliseconds go", {"arm": "{arm}"}, rows)
     parts.columns |= {part: f"{{{part}:.2f}}" for part in PARTS}
     return [ratios, parts]
@@ -220,9 +263,27 @@ def draw(groups: dict[str, list[dict[str, Any]]]) -> Figure:
     return figure
 
 
+def collect(group: str, repeat: int, names: list[str], options) -> dict[str, dict[str, Any]]:
+    """One repeat of a group, from its file where an interrupted benchmark left one."""
+    path = options.output / "runs" / f"{group}-{repeat}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    if group == "model":
+        results = fresh(measure, names, False, options.rollouts, options.cache)
+        for name in names:
+            results[name]["memory"] = fresh(measure, [name], False, 1, options.cache)[name]["memory"]
+    else:
+        results = {}
+        for name in rotated(names, repeat):
+            results |= fresh(measure, [name], True, options.rollouts, options.cache)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results))
+    return results
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser("overhead", __doc__)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--rollouts", type=int, default=20, help="counted ones; 20 hold one calibration at interval 20"
     )
@@ -235,16 +296,8 @@ def main(argv: list[str] | None = None) -> None:
     groups, shown = {}, []
     for group in options.groups:
         names = [name for name in arms(group == "vllm") if options.arms is None or name in options.arms]
-        results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-        for repeat in track(range(options.repeats), description=titles[group]):
-            directory = options.output / "runs" / f"{group}-{repeat}"
-            directory.mkdir(parents=True, exist_ok=True)
-            for name in rotated(names, repeat):
-                path = directory / f"{name.replace(' ', '_').replace(',', '')}.json"
-                if not path.exists():  # a broken benchmark goes on where it was
-                    result = fresh(run, name, group == "vllm", options.rollouts, options.cache)
-                    path.write_text(json.dumps(result))
-                results[name].append(json.loads(path.read_text()))
-        groups[titles[group]] = summaries(results)
+        repeats = range(options.repeats)
+        runs = [collect(group, repeat, names, options) for repeat in track(repeats, description=titles[group])]
+        groups[titles[group]] = summaries({name: [results[name] for results in runs] for name in names})
         shown += tables(titles[group], groups[titles[group]])
     report(options.output, *shown, figure=draw(groups))

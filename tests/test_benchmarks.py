@@ -5,6 +5,7 @@ The benchmarks: their entry point, what they save, the statistics behind their c
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import kernels, solver, sync  # noqa: E402
 from benchmarks.__main__ import BENCHMARKS, main  # noqa: E402
 from benchmarks.clip_counts import paired_bootstrap  # noqa: E402
-from benchmarks.measuring import Clock, fresh, median_interval, rotated  # noqa: E402
+from benchmarks.measuring import Clock, Turns, fresh, median_interval, rotated, total_ratio  # noqa: E402
 from benchmarks.overhead import ARMS, arms, summaries  # noqa: E402
 from benchmarks.results import Results, report  # noqa: E402
 
@@ -33,7 +34,7 @@ def modules() -> set[str]:
 
 def test_every_benchmark_is_listed(capsys):
     runnable = modules() - {"__main__"}
-    assert {"solver", "sync", "overhead", "kernels", "demo"} <= runnable <= set(BENCHMARKS)
+    assert runnable == set(BENCHMARKS)
     main([])
     listed = capsys.readouterr().out
     assert all(name in listed for name in BENCHMARKS)
@@ -97,6 +98,28 @@ def test_time_counts_for_the_innermost_part():
     assert clock.seconds == {"outer": 17, "inner": 10, "innermost": 4}
 
 
+def test_threads_take_turns_and_none_waits_for_one_that_failed():
+    turns, seen = Turns([0, 1, 1, 0, 2, 1]), []
+
+    def run(who, times):
+        for _ in range(times):
+            turns.wait(who)
+            if who == 2:
+                turns.give_up()
+                raise ValueError("broken")
+            seen.append(who)
+            turns.hand_over()
+
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(run, who, times) for who, times in ((0, 2), (1, 3), (2, 1))]
+        running[0].result()
+        with pytest.raises(RuntimeError, match="Another thread failed"):
+            running[1].result()
+        with pytest.raises(ValueError, match="broken"):
+            running[2].result()
+    assert seen == [0, 1, 1, 0]
+
+
 def test_every_repeat_runs_every_arm_in_another_order():
     orders = [rotated(["a", "b", "c"], repeat) for repeat in range(6)]
     assert all(sorted(order) == ["a", "b", "c"] for order in orders)
@@ -113,6 +136,13 @@ def test_the_medians_interval_covers_it_about_as_often_as_it_says():
     rng = np.random.default_rng(0)
     intervals = [median_interval(rng.normal(size=15), draws=500) for _ in range(100)]
     assert 85 <= sum(low <= 0 <= high for low, high in intervals) < 100
+
+
+def test_the_ratio_of_totals_and_its_interval():
+    ratio, low, high = total_ratio([2.0, 2.0, 2.0, 14.0], [2.0, 2.0, 2.0, 4.0])  # one long one among equal ones
+    assert ratio == 2.0
+    assert low == pytest.approx(1.0, abs=0.01) and 2.5 < high < 3.5
+    assert total_ratio([3.0, 6.0], [2.0, 4.0]) == (1.5, 1.5, 1.5)
 
 
 # Solver
@@ -145,14 +175,15 @@ def test_growth_of_a_straight_line():
     assert sync.growth("rowwise", rows).startswith("rowwise: 10.0 ms + 2.00 ms per million parameters")
 
 
-def test_ratios_are_taken_within_a_repeat():
-    def run(step):
-        return {"step": step, "wall": 2 * step, "memory": 1.0}
+def test_ratios_are_those_of_rollouts_of_the_same_round():
+    def run(*seconds):
+        return {"step": sum(seconds), "memory": 1.0, "rollouts": [(value, 2 * value) for value in seconds]}
 
-    results = {"TRL": [run(10.0), run(20.0)], "everything off": [run(11.0), run(22.0)]}
+    results = {"TRL": [run(10.0, 20.0), run(40.0)], "everything off": [run(11.0, 22.0), run(44.0)]}
     trl, off = summaries(results)
-    assert "trl_step" not in trl and off["trl_step"] == off["trl_wall"] == pytest.approx(1.1)
-    assert off["trl_step_95"] == pytest.approx((1.1, 1.1)) and off["step"] == 16.5
+    assert "trl_step" not in trl and off["rollouts"] == 3 and off["step"] == 38.5
+    for name in ("trl_step", "trl_wall", "trl_step_median"):
+        assert off[name] == pytest.approx(1.1) and off[f"{name}_95"] == pytest.approx((1.1, 1.1), abs=1e-6)
     assert arms(vllm=False)[0] == "TRL" and "TRL" in ARMS
 
 

@@ -223,7 +223,7 @@ def check_module(module: str, arguments: list[str]) -> None:
         if not arguments:
             return
         module = f"benchmarks.{arguments[0]}"
-        arguments = [word for word in arguments[1:] if word != "--output"]  # every benchmark has it
+        arguments = [word for word in arguments[1:] if word not in ("--help", "--output")]  # every benchmark has them
     file = ROOT / (module.replace(".", "/") + ".py")
     assert file.is_file(), module
     known = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
