@@ -3,6 +3,7 @@
 
 import json
 import random
+import re
 import sys
 
 import pytest
@@ -119,8 +120,21 @@ def test_imperfect_demonstrations_stop_and_slip_as_often_as_asked():
     assert 0.36 < sum(solution != perfect for solution in stopped) / 2000 < 0.44
     slipped = [worked_solution(prompt, rng, slip_share=0.1) for _ in range(2000)]
     assert 0.69 < sum(solution == perfect for solution in slipped) / 2000 < 0.77  # 0.9 ** 3 = 0.729
-    with pytest.raises(ValueError, match="slip_share=0.1 need an rng"):
-        worked_solution(prompt, slip_share=0.1)
+    for argument in ({"slip_share": 0.1}, {"separators": ",;"}):
+        with pytest.raises(ValueError, match="need an rng"):
+            worked_solution(prompt, **argument)
+    spaced = [worked_solution(prompt, rng, separators=",;") for _ in range(2000)]
+    assert {solution.replace(";", ",") for solution in spaced} == {perfect}
+    assert 0.47 < sum(solution.count(";") for solution in spaced) / 4000 < 0.53
+
+
+def test_longer_sums():
+    expressions = [prompt.rstrip("=") for prompt in arithmetic_dataset(200, terms=(5, 8))["prompt"]]
+    counts = {len(re.findall(r"\d", expression)) for expression in expressions}
+    assert counts == {5, 6, 7, 8}
+    for wrong in ((2, 4), (5, 4)):
+        with pytest.raises(ValueError, match="terms must be"):
+            arithmetic_dataset(1, terms=wrong)
 
 
 def test_missing_reasoning_gym_names_the_extra(monkeypatch):
