@@ -183,18 +183,19 @@ def draw(groups: dict[tuple[str, str, str], list[dict]]) -> Figure:
     """Courses of the arms, one column per recipe; thin lines are seeds."""
     columns = list(dict.fromkeys((loss, recipe) for loss, recipe, arm in groups if arm != "BF16"))
     rows = {"reward": "reward", "entropy": "entropy, nats", "clip_ratio/low_mean": "low clips, share of tokens"}
-    figure = Figure(figsize=(4.5 * len(columns), 8), layout="constrained")
+    figure = Figure(figsize=(6 * len(columns), 8), layout="constrained")
     axes = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
     for column, (loss, recipe) in enumerate(columns):
         for row, (metric, label) in enumerate(rows.items()):
             axis = axes[row, column]
             for color, arm in zip(COLORS, ARMS, strict=False):
                 results = groups.get((loss, "" if arm == "BF16" else recipe, arm), [])
-                smooth = [moving_mean(result["curves"][metric][1]) for result in results]
-                for values in smooth:
-                    axis.plot(values, color=color, linewidth=0.5, alpha=0.5)
+                smooth = [moving_mean(*result["curves"][metric]) for result in results]
+                for steps, values in smooth:
+                    axis.plot(steps, values, color=color, linewidth=0.5, alpha=0.5)
                 if smooth:
-                    axis.plot(np.mean(smooth, axis=0), color=color, linewidth=1.8, label=arm)
+                    mean = np.mean([values for _, values in smooth], axis=0)
+                    axis.plot(smooth[0][0], mean, color=color, linewidth=1.8, label=arm)
             axis.grid(alpha=0.25)
             axis.set_ylabel(label if column == 0 else "")
         axes[0, column].set_title(f"{recipe}, {loss}")
@@ -203,9 +204,11 @@ def draw(groups: dict[tuple[str, str, str], list[dict]]) -> Figure:
     return figure
 
 
-def moving_mean(values: list[float], window: int = 40) -> np.ndarray:
-    """Mean over `window` values, only where there are so many."""
-    return np.convolve(values, np.full(window, 1 / window), mode="valid")
+def moving_mean(steps: list[int], values: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Means over a tenth of the values, each at the middle of its window."""
+    window = max(1, len(values) // 10)
+    means = np.convolve(values, np.full(window, 1 / window), mode="valid")
+    return np.array(steps)[window // 2 :][: len(means)], means
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import digits_reward
 from matplotlib.figure import Figure
 
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import kernels, solver, sync  # noqa: E402
+from benchmarks import kernels, miniature, miniature_runs, solver, sync  # noqa: E402
 from benchmarks.__main__ import BENCHMARKS, main  # noqa: E402
 from benchmarks.clip_counts import paired_bootstrap  # noqa: E402
 from benchmarks.measuring import Clock, Turns, fresh, median_interval, rotated, total_ratio  # noqa: E402
 from benchmarks.overhead import ARMS, arms, summaries  # noqa: E402
 from benchmarks.results import Results, report  # noqa: E402
+from trl_calclip import embedded  # noqa: E402
 
 
 # Entry point
@@ -265,3 +267,80 @@ def test_no_gain_without_a_difference():
     bf16, fp8 = rng.binomial(tokens, 0.02), rng.binomial(tokens, 0.05)
     result = paired_bootstrap(np.stack([tokens, bf16, fp8, fp8], axis=1), draws=500)
     assert result["gain"] == result["gain_low"] == result["gain_high"] == 0
+
+
+# The miniature
+
+
+def test_miniature_runs_what_compares_first():
+    runs = miniature.plan(["rowwise", "tensorwise"], [0, 1])
+    assert [run[2:] for run in runs[:4]] == [
+        ("BF16", 0), ("FP8, fixed", 0), ("FP8, calibrated", 0), ("BF16, FP8 rollout", 0)
+    ]  # fmt: skip
+    assert len(runs) == len({miniature.name_of(*run) for run in runs}) == 12
+    # BF16 throughout has no recipe: one run serves all
+    assert miniature.name_of("grpo", "rowwise", "BF16", 1) == miniature.name_of("grpo", "blockwise", "BF16", 1)
+
+
+@pytest.mark.parametrize(("missed_tokens", "inside"), [(0, True), (1, True), (-1, True), (2, False), (40, False)])
+def test_target_is_reached_to_one_token(missed_tokens, inside):
+    record = {"alpha_low_bf16": 0.01, "num_negative_tokens": 1000}
+    assert miniature.reached({**record, "clip_frac_low_neg_fp8_target": 0.01 + missed_tokens / 1000}) is inside
+
+
+def digits(completions, entry, **columns) -> list[float]:
+    return digits_reward(completions)
+
+
+def miniature_result(arm: str, seed: int, reward: float) -> dict:
+    curves = {name: [[1, 2], [0.2, 0.1]] for name in ("entropy", "completions/mean_length")}
+    curves |= {f"clip_ratio/{side}_mean": [[1, 2], [0.01, 0.03]] for side in ("low", "high")}
+    return {"loss": "grpo", "recipe": "rowwise", "arm": arm, "seed": seed, "rewards": [reward, reward + 0.2],
+            "curves": curves, "clip_range": [0.9, 1.1]}  # fmt: skip
+
+
+def test_miniature_pairs_differences_by_seed():
+    bf16_runs = [miniature_result("BF16", seed, 0.1 * seed) for seed in (0, 1, 2)]
+    fp8_runs = [miniature_result("FP8, fixed", seed, reward) for seed, reward in ((1, 0.15), (0, 0.01))]
+    groups = {("grpo", "", "BF16"): bf16_runs, ("grpo", "rowwise", "FP8, fixed"): fp8_runs}
+    bf16, fp8 = miniature.reward_table(groups, {0: 0.05, 1: 0.05, 2: 0.05}).rows
+    assert bf16["reward"] == pytest.approx(0.2) and bf16["reward_sd"] == pytest.approx(0.1) and "delta" not in bf16
+    assert fp8["delta"] == pytest.approx(0.03) and fp8["gain"] == pytest.approx(0.13)
+    # differences 0.05 and 0.01: standard error 0.02, Student's quantile with one degree of freedom 12.706
+    assert fp8["delta_high"] - fp8["delta"] == pytest.approx(0.02 * 12.706, rel=1e-4)
+    assert fp8["low_clip"] == pytest.approx(0.02) and fp8["entropy_last"] == pytest.approx(0.1)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["BF16", "FP8, lower bound only", "FP8, calibrated"])
+def test_miniature_measures_and_moves_what_the_arm_says(arm, toy_path, tmp_path, monkeypatch):
+    text = miniature_runs.CONFIG.read_text()
+    for old, new in {"max_steps: 600": "max_steps: 12", "max_completion_length: 96": "max_completion_length: 12",
+                     "calibration_interval: 5": "calibration_interval: 1", "per_device_train_batch_size: 32":
+                     "per_device_train_batch_size: 8", "calibration_min_tokens: 300": "calibration_min_tokens: 5",
+                     "learning_rate: 2.0e-5": "learning_rate: 1.0e-3"}.items():  # fmt: skip
+        assert old in text
+        text = text.replace(old, new)
+    config = tmp_path / "small.yaml"
+    config.write_text(text)
+    monkeypatch.setattr(miniature_runs, "CONFIG", config)
+    monkeypatch.setattr(miniature_runs, "HELD_OUT", 4)
+    monkeypatch.setattr(miniature_runs, "warm_start", lambda seed, output: toy_path)
+    monkeypatch.setattr(embedded, "arithmetic_reward", digits)
+    miniature_runs.run_one("grpo", "rowwise", arm, 0, tmp_path)
+    result = json.loads((tmp_path / miniature.name_of("grpo", "rowwise", arm, 0) / "result.json").read_text())
+    assert len(result["rewards"]) == 4 and len(result["curves"]["reward"][1]) == 3
+    batches = miniature.batches_of(
+        tmp_path, {**result, "calibration_history": [{}] * 4 + result["calibration_history"]}
+    )
+    if arm == "BF16":
+        assert not batches and result["clip_range"] == pytest.approx([0.95, 1.06])
+        return
+    assert [record["rollout"] for record, _ in batches] == [0, 1, 2]
+    assert all(0 < counts[:, 0].sum() >= counts[:, 3].sum() for _, counts in batches)
+    lower, upper = result["clip_range"]
+    if arm == "FP8, lower bound only":
+        assert (lower, upper) == pytest.approx((0.9, 1.06))
+    else:
+        assert lower != pytest.approx(0.9) and upper != pytest.approx(1.2)
