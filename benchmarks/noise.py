@@ -111,7 +111,7 @@ def draw(rows: list[dict]) -> Figure:
         ):
             points = [(row["noise_to_drift"], row[field]) for row in own if row[field]]
             if points:
-                axis.loglog(*zip(*points, strict=True), style, color=color, label=f"{recipe}, {label}")
+                axis.semilogy(*zip(*points, strict=True), style, color=color, label=f"{recipe}, {label}")
     axis.axhline(1, color="grey", linewidth=0.8)
     axis.set_xlabel("noise over drift, standard deviations of the log-ratio")
     axis.set_ylabel("low clips, FP8 over BF16")
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
             table.rows.append({**row, "lower": " and ".join(f"{bound:.3f}" for bound in row["bounds"]) + limit})
     paper = ", ".join(f"{recipe} {multiple}" for recipe, multiple in PAPER_MULTIPLES.items())
     table.notes = [
-        "Reference bound 0.95 for the miniature, with limits 0.5 and 0.975, else 0.8 with 0.5 and 0.9."
+        "Reference bound 0.95 for the miniature, with limits 0.5 and 0.975, else 0.8 with 0.5 and 0.9. "
         "Drift and noise: standard deviations, nats.",
         f"The paper's multiples of BF16's clips, over whole runs: {paper}.",
     ]
