@@ -294,6 +294,12 @@ def test_servers_listen_on_loopback():
     assert not [line for line in lines if "0.0.0.0" in line and "vllm_server_host" not in line]
 
 
+def test_faults_are_counted():
+    page = ROOT / "docs" / "faults.md"
+    rows = [row for table in tables(page) for row in table if "fault" in row]
+    assert f"**{len(rows)} faults**" in page.read_text()
+
+
 # Settings and messages
 
 
