@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-calclip authors. Licensed under the Apache License, Version 2.0.
 """What the documentation says, held against the code: links, Python blocks, commands, settings, messages, metrics."""
 
+import argparse
 import ast
 import importlib
 import importlib.util
@@ -16,8 +17,9 @@ from conftest import digits_reward
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
+import benchmarks.__main__
 import trl_calclip
-from trl_calclip import CalibratedDAPOConfig, CalibratedGRPOConfig, CalibratedGRPOTrainer, embedded
+from trl_calclip import CalibratedDAPOConfig, CalibratedGRPOConfig, CalibratedGRPOTrainer, cli, embedded
 
 
 ROOT = Path(__file__).parents[1]
@@ -216,21 +218,43 @@ def check_example(script: str, arguments: list[str], tmp_path) -> None:
     parser.parse_args_and_config([*arguments, "--use_cpu", "true"])
 
 
-def check_module(module: str, arguments: list[str]) -> None:
+class Parsed(Exception):
+    """A command's arguments were accepted."""
+
+
+def check_arguments(run, arguments: list[str], monkeypatch) -> None:
+    """`run(arguments)` as far as its own parser, which must accept them; a lone name must be known to it."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser, given):
+        parse(parser, given)
+        raise Parsed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+        try:
+            run(arguments if arguments[1:] else [*arguments, "--help"])
+        except Parsed:
+            return
+        except SystemExit as exit:
+            assert exit.code == 0, f"{arguments} is refused"  # 0: --help
+            return
+    raise AssertionError(f"{arguments} never came to a parser")
+
+
+def check_module(module: str, arguments: list[str], monkeypatch) -> None:
     if module in FOREIGN:
         return
-    if module == "benchmarks":
-        if not arguments:
-            return
-        module = f"benchmarks.{arguments[0]}"
-        arguments = [word for word in arguments[1:] if word not in ("--help", "--output")]  # every benchmark has them
-    file = ROOT / (module.replace(".", "/") + ".py")
-    assert file.is_file(), module
-    known = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
-    assert not [option for option in arguments if option.startswith("--") and option.split("=")[0] not in known]
+    if module == "benchmarks" and arguments:
+        check_arguments(benchmarks.__main__.main, arguments, monkeypatch)
+    elif module == "trl_calclip.cli" and arguments:
+        check_arguments(cli.main, arguments, monkeypatch)
+    else:
+        assert not arguments
+        assert importlib.util.find_spec(module), module
 
 
-def check_command(command: str, tmp_path) -> None:
+def check_command(command: str, tmp_path, monkeypatch) -> None:
     words = shlex.split(command)
     while re.match(r"\w+=", words[0]):
         words.pop(0)
@@ -247,11 +271,11 @@ def check_command(command: str, tmp_path) -> None:
             del arguments[:2]
         check_example(arguments[0], arguments[1:], tmp_path)
     elif program.startswith("python") and arguments[0] == "-m":
-        check_module(arguments[1], arguments[2:])
+        check_module(arguments[1], arguments[2:], monkeypatch)
     elif program.startswith("python") and arguments[0].startswith(("examples/", "scripts/")):
         assert (ROOT / arguments[0]).is_file()
     elif program == "trl-calclip":
-        check_module("trl_calclip.cli", arguments)
+        check_module("trl_calclip.cli", arguments, monkeypatch)
     elif program == "pip" and arguments[0] == "install":
         extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         for wanted in re.findall(r"(?:^|-e )\.\[([\w,]+)\]", " ".join(arguments[1:])):
@@ -263,7 +287,7 @@ def test_commands_exist_with_their_options(path, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     for command in commands(path):
         if "VERSION" not in command and "..." not in command.split("ARGS=")[0]:
-            check_command(command, tmp_path)
+            check_command(command, tmp_path, monkeypatch)
 
 
 def test_the_checks_of_commands_see_errors(tmp_path, monkeypatch):
@@ -277,10 +301,10 @@ def test_the_checks_of_commands_see_errors(tmp_path, monkeypatch):
         "pip install .[vlm]",
     ):
         with pytest.raises(AssertionError):
-            check_command(wrong, tmp_path)
+            check_command(wrong, tmp_path, monkeypatch)
     for wrong in ("--fp8_recipy rowwise", "--config configs/no.yaml", "--fp8_recipe rowise"):
         with pytest.raises((ValueError, FileNotFoundError, SystemExit)):
-            check_command(f"accelerate launch examples/grpo_fp8.py {wrong}", tmp_path)
+            check_command(f"accelerate launch examples/grpo_fp8.py {wrong}", tmp_path, monkeypatch)
 
 
 def test_servers_listen_on_loopback():
