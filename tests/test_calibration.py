@@ -8,7 +8,14 @@ import torch
 from accelerate import Accelerator
 
 from trl_calclip import ClipRange
-from trl_calclip.calibration import TokenCollector, TokenPool, calibrate, calibration_record, sequence_entries
+from trl_calclip.calibration import (
+    TokenCollector,
+    TokenPool,
+    calibrate,
+    calibration_record,
+    count_negative,
+    sequence_entries,
+)
 from trl_calclip.metrics import clip_metrics
 
 
@@ -192,3 +199,16 @@ def test_sequence_entries_without_a_rollout_weight():
     )  # fmt: skip
     assert entries["importance_sampling_ratio"].item() == 2.0
     assert entries["sampling_per_token_logps"].exp().item() == pytest.approx(0.375)
+
+
+def test_negative_tokens_are_counted_as_the_calibration_counts_them():
+    old = torch.zeros(3, 4)
+    ratio = torch.tensor([[0.79, 0.81, 0.5, 0.9], [0.1, 0.1, 0.1, 0.1], [0.7, 0.8, 0.6, math.inf]])
+    advantages = torch.tensor([-1.0, 2.0, -0.5])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 1]]).bool()
+    # First row: 0.79 and 0.5 of three tokens. Second: no negative ones. Third: 0.7 and 0.6, without the infinite one.
+    assert count_negative(0.8, ratio.log(), old, advantages, mask, sequence_level=False).tolist() == [4, 5]
+    assert count_negative(0.8, ratio.log(), old, advantages[:, None], mask, sequence_level=False).tolist() == [4, 5]
+    # One ratio a completion: the geometric mean of the first row's three tokens is 0.684; the third's is infinite.
+    assert count_negative(0.8, ratio.log(), old, advantages, mask, sequence_level=True).tolist() == [1, 1]
+    assert count_negative(0.68, ratio.log(), old, advantages, mask, sequence_level=True).tolist() == [0, 1]

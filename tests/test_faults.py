@@ -26,7 +26,7 @@ from trl_calclip.dynamic_sampling import SURPLUS_NAME
 KILLS = """
 import json, os, signal, sys
 from datasets import Dataset
-import trl_calclip.calibrated_grpo_trainer as module
+import trl_calclip.checkpointed_trainer as module
 from trl_calclip import CalibratedGRPOConfig, CalibratedGRPOTrainer
 from trl_calclip.fp8.generation import FP8VLLMGeneration
 
@@ -357,7 +357,7 @@ def test_rewritten_checkpoint_is_incomplete_until_it_is_complete(make_trainer, t
     checkpoint = tmp_path / "run" / "checkpoint-4"
     assert checkpoint_fault(checkpoint) is None
     second = make_trainer(**settings)
-    monkeypatch.setattr("trl_calclip.calibrated_grpo_trainer.write_state", interrupt)
+    monkeypatch.setattr("trl_calclip.checkpointed_trainer.write_state", interrupt)
     with pytest.raises(KeyboardInterrupt):
         second.train()
     assert checkpoint_fault(checkpoint) is not None

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 
 import trl_calclip
-from trl_calclip import _trl_compat
+from trl_calclip import CalibratedDAPOTrainer, _trl_compat
 from trl_calclip._trl_compat import HookedGRPOTrainer, HookedVLLMGeneration, substituted_vllm_generation
 
 
@@ -245,3 +245,8 @@ def test_private_names_stand_in_one_file_only():
             if isinstance(node, ast.FunctionDef) and node.name in PRIVATE:
                 found.append(f"{path.name}:{node.lineno} def {node.name}")
     assert not found
+
+
+def test_names_of_the_model_card():
+    assert {"_tag_names", "_name", "_paper"} <= vars(GRPOTrainer).keys()
+    assert GRPOTrainer._paper.keys() == CalibratedDAPOTrainer._paper.keys()

@@ -92,6 +92,9 @@ class HookedGRPOTrainer(GRPOTrainer):
         """Called for each checkpoint."""
         super()._save_checkpoint(model, trial)
 
+    def load_checkpoint(self, checkpoint: str) -> None:
+        """Called in a resume, on every rank, when the optimizer and the scheduler are loaded from `checkpoint`."""
+
     @property
     def micro_batches_per_rollout(self) -> int:
         """How many micro-batches use one rollout."""
@@ -201,6 +204,11 @@ class HookedGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         self.write_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.load_checkpoint(checkpoint)
 
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)

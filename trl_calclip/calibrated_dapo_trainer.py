@@ -320,9 +320,9 @@ class CalibratedDAPOTrainer(CalibratedGRPOTrainer):
         if self.args.dynamic_sampling and self.args.should_save:
             save_surplus(output_dir or self.args.output_dir, self._surplus)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if self.args.dynamic_sampling and checkpoint is not None:
+    def load_checkpoint(self, checkpoint: str) -> None:
+        super().load_checkpoint(checkpoint)
+        if self.args.dynamic_sampling:
             self._surplus = load_surplus(checkpoint)
 
     def _state(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 Wiring only. The bounds go into TRL's loss through `epsilon_low` and `epsilon_high`, which it reads at call time for
 the clamp and for its metrics; the loss itself is TRL's. The maths is in `clip_range.py`, the pooling in
-`calibration.py`, the schedule in `callbacks.py`, FP8 in `fp8/`.
+`calibration.py`, the schedule in `callbacks.py`, saving and resuming in `checkpointed_trainer.py`, FP8 in `fp8/`.
 """
 
 import functools
@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.trainer import TRAINER_STATE_NAME
 
-from ._trl_compat import HookedGRPOTrainer, RolloutServerError, substituted_vllm_generation
+from ._trl_compat import substituted_vllm_generation
 from .argument_checks import check_arguments
 from .calibrated_grpo_config import CalibratedGRPOConfig
 from .calibration import (
@@ -31,12 +30,13 @@ from .calibration import (
     TokenPool,
     calibrate,
     calibration_record,
+    count_negative,
     draw_micro_batches,
-    mean_log_ratio,
     sequence_entries,
 )
-from .callbacks import AdaptiveCalibrationCallback, CalibrationCallback, RolloutBoundaryCallback
-from .checkpoint import STATE_NAME, check_world, find_checkpoint, read_state, write_state
+from .callbacks import AdaptiveCalibrationCallback, find_schedule
+from .checkpoint import STATE_NAME
+from .checkpointed_trainer import CheckpointedGRPOTrainer
 from .clip_range import ClipRange
 from .fp8.generation import FP8VLLMGeneration
 from .fp8.linear import bf16_pass, convert_to_fp8
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 _MISMATCH_INPUTS = ("old_per_token_logps", "sampling_per_token_logps")
 
 
-class CalibratedGRPOTrainer(HookedGRPOTrainer):
+class CalibratedGRPOTrainer(CheckpointedGRPOTrainer):
     """
     Trainer for GRPO in FP8, training and rollout, with calibrated clip bounds.
 
@@ -132,20 +132,12 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
         self._bf16_pass_seconds = 0.0
         if args.calibrated_clip:
             self._apply_clip_range()
-            self._schedule = self._find_schedule()
+            self._schedule = find_schedule(args, self.callback_handler.callbacks)
+            if self._schedule not in self.callback_handler.callbacks:
+                self.add_callback(self._schedule)
 
         if not any(isinstance(callback, HealthCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(HealthCallback(args))
-
-    def rollout_failed(self, error: RolloutServerError) -> None:
-        """Leave a checkpoint of the state before the failed rollout, from which a run goes on as if it had not."""
-        if not self.had_a_rollout:
-            raise error  # nothing was trained since the start, or since the checkpoint that the run resumed from
-        path = self.save_checkpoint()
-        raise RolloutServerError(
-            f"{error} The run stopped before the rollout of step {self.state.global_step + 1} and is saved in {path}: "
-            "start the server and resume with `trainer.train(resume_from_checkpoint=True)`."
-        ) from error
 
     def _convert(self) -> None:
         """Convert policy and KL anchor, before Accelerate wraps the policy."""
@@ -175,28 +167,6 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             "FP8 training with recipe %s%s: %d linears, the first is %s; the output head stays in high precision.",
             args.fp8_recipe, ", emulated" if emulate else "", len(self.fp8_modules), self.fp8_modules[0],
         )  # fmt: skip
-
-    def _find_schedule(self) -> CalibrationCallback:
-        """The user's [`CalibrationCallback`], or the config's."""
-        args = self.args
-        adaptive = args.calibration_schedule == "adaptive"
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, CalibrationCallback):
-                if adaptive:
-                    raise ValueError(
-                        "`calibration_schedule='adaptive'` has no effect beside a `CalibrationCallback` in "
-                        f"`callbacks`: {type(callback).__name__} says when to calibrate. Leave one of the two out."
-                    )
-                return callback
-        if adaptive:
-            schedule = AdaptiveCalibrationCallback(
-                args.calibration_interval, args.updates_per_rollout, args.calibration_max_interval,
-                args.calibration_band,
-            )  # fmt: skip
-        else:
-            schedule = CalibrationCallback(args.calibration_interval, args.updates_per_rollout)
-        self.add_callback(schedule)
-        return schedule
 
     # Calibration: what happens at TRL's moments
 
@@ -262,21 +232,15 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             self._collector.add(**entries)
             self._bf16_per_token_logps = None
         elif self._watched is not None and off_policy:
-            self._watch(inputs["advantages"], per_token_logps, inputs["old_per_token_logps"], mask.bool())
+            self._watched += count_negative(
+                self.clip_range.lower,
+                per_token_logps,
+                inputs["old_per_token_logps"],
+                inputs["advantages"],
+                mask.bool(),
+                sequence_level=self.importance_sampling_level == "sequence",
+            )
         self._micro_batch += 1
-
-    def _watch(
-        self, advantages: torch.Tensor, logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor
-    ) -> None:
-        """Count a micro-batch's negative tokens and the clipped ones among them, as the calibration counts them."""
-        assert self._watched is not None
-        log_ratio = logps - old_logps
-        if self.importance_sampling_level == "sequence":
-            log_ratio, mask = mean_log_ratio(logps, old_logps, mask), mask.any(-1, keepdim=True)
-        ratio = log_ratio.exp()
-        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-        negative = (advantages < 0) & mask & ratio.isfinite()
-        self._watched += torch.stack([((ratio.double() < self.clip_range.lower) & negative).sum(), negative.sum()])
 
     def end_rollout(self) -> None:
         if self._collector is not None:
@@ -386,47 +350,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
     def _guards(self) -> bool:
         return self.args.fp8_active or self.keeps_state
 
-    # Logging, evaluation, checkpoints
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """
-        Train, as [`~transformers.Trainer.train`] does.
-
-        With calibration or dynamic sampling, `resume_from_checkpoint=True`, or `"latest"`, is the newest complete
-        checkpoint in `output_dir`, incomplete ones are skipped with a notice, and SIGTERM takes a checkpoint (see
-        [`RolloutBoundaryCallback`]).
-
-        Raises:
-            ValueError: If there is no complete checkpoint to resume from.
-        """
-        if not self.keeps_state:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
-        try:
-            return super().train(checkpoint, *args, **kwargs)
-        except Exception as error:
-            error.add_note(
-                f"Training stopped at step {self.state.global_step}, in rollout batch {self.num_rollouts}. "
-                "`resume_from_checkpoint=True` goes on from the newest complete checkpoint in "
-                f"{self.args.output_dir}, if there is one."
-            )
-            raise
-        finally:
-            # After an exception no callback is told that training is over.
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, RolloutBoundaryCallback):
-                    callback.restore_signal_handler()
-
-    def write_checkpoint(self, model, trial) -> None:
-        try:
-            super().write_checkpoint(model, trial)
-        except Exception as error:
-            error.add_note(
-                f"The checkpoint of step {self.state.global_step} could not be written to its end; a resume skips it "
-                "where it is incomplete. Earlier ones are as they were. Is the disk full? Free space, set "
-                "`save_total_limit`, and resume with `resume_from_checkpoint=True`."
-            )
-            raise
+    # Logging, evaluation, what a checkpoint holds
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.args.calibrated_clip and self.model.training and "train_runtime" not in logs:
@@ -453,13 +377,7 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             return super().evaluate(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # Checkpoints pass here too, before `trainer_state.json` is written: a complete checkpoint never lacks the
-        # state. One of an earlier run in the same place would make a half-written checkpoint look complete.
-        if self.keeps_state and self.args.should_save and _internal_call and output_dir is not None:
-            (Path(output_dir) / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
-        if self.keeps_state and self.args.should_save:
-            write_state(output_dir or self.args.output_dir, self._state())
         if self._describes_itself and not _internal_call:
             # TRL writes the card with checkpoints only: the one at the end would say what was before.
             self.create_model_card(model_name=Path(output_dir or self.args.output_dir).name)
@@ -474,11 +392,6 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             section = card_section(self.args, self.state.log_history, self.clip_range, self.num_calibrations)
             append_section(Path(self.args.output_dir) / "README.md", section)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if self.keeps_state and checkpoint is not None:
-            self._restore(read_state(checkpoint))
-
     @property
     def keeps_state(self) -> bool:
         """Whether checkpoints hold `calclip_state.json`."""
@@ -492,16 +405,6 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
             "num_skipped_calibrations": self.num_skipped_calibrations,
             "calibration_history": self.calibration_history,
             "schedule": self._schedule.state() if self.args.calibrated_clip else {},
-            "world": self._world(),
-        }
-
-    def _world(self) -> dict[str, int]:
-        """What the position in the dataset is counted in."""
-        per_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        return {
-            "num_processes": self.accelerator.num_processes,
-            "completions_per_rollout": self.args.generation_batch_size,
-            "completions_per_step": per_step * self.accelerator.num_processes,
         }
 
     def _restore(self, state: dict[str, Any] | None) -> None:
@@ -513,7 +416,6 @@ class CalibratedGRPOTrainer(HookedGRPOTrainer):
                 STATE_NAME, self.clip_range,
             )  # fmt: skip
             return
-        check_world(state["world"], self._world())
         self.clip_range = ClipRange(*state["clip_range"])
         self.num_rollouts = state["num_rollouts"]
         self.num_calibrations = state["num_calibrations"]

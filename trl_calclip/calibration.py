@@ -354,3 +354,35 @@ def sequence_entries(
 def mean_log_ratio(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean difference over a completion's tokens, `(B, 1)`: in the loss's own dtype, by its own formula."""
     return (((logps - old_logps) * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+
+
+def count_negative(
+    lower: float,
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    sequence_level: bool,
+) -> torch.Tensor:
+    """
+    How many negative-advantage tokens of a micro-batch lie below the lower bound, and how many there are, counted as a
+    calibration counts them.
+
+    Args:
+        lower (`float`): Lower clip bound.
+        logps, old_logps (`torch.Tensor`): Log-probabilities of the current and the old policy, `(B, T)`, nats.
+        advantages (`torch.Tensor`): `(B,)` or `(B, T)`.
+        mask (`torch.Tensor`): The loss mask, `(B, T)`, bool.
+        sequence_level (`bool`): Whether one ratio stands for a completion, which is then counted once.
+
+    Returns:
+        `torch.Tensor`: The two counts, `(2,)`, int64, on the device of `logps`.
+    """
+    log_ratio = logps - old_logps
+    if sequence_level:
+        log_ratio, mask = mean_log_ratio(logps, old_logps, mask), mask.any(-1, keepdim=True)
+    ratio = log_ratio.exp()
+    advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+    negative = (advantages < 0) & mask & ratio.isfinite()
+    return torch.stack([((ratio.double() < lower) & negative).sum(), negative.sum()])

@@ -5,10 +5,13 @@ import logging
 import math
 import signal
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
+
+from .calibrated_grpo_config import CalibratedGRPOConfig
 
 
 logger = logging.getLogger(__name__)
@@ -206,3 +209,28 @@ class AdaptiveCalibrationCallback(CalibrationCallback):
             self.distance = min(state["distance"], self.max_interval)
             self.next_rollout = state["next_rollout"]
             self.early = state["early"]
+
+
+def find_schedule(args: CalibratedGRPOConfig, callbacks: Sequence[TrainerCallback]) -> CalibrationCallback:
+    """
+    The user's [`CalibrationCallback`] among `callbacks`, or the one that the config names.
+
+    Raises:
+        ValueError: If there are both.
+    """
+    adaptive = args.calibration_schedule == "adaptive"
+    for callback in callbacks:
+        if isinstance(callback, CalibrationCallback):
+            if adaptive:
+                raise ValueError(
+                    "`calibration_schedule='adaptive'` has no effect beside a `CalibrationCallback` in "
+                    f"`callbacks`: {type(callback).__name__} says when to calibrate. Leave one of the two out."
+                )
+            return callback
+    if adaptive:
+        # The config has filled them in.
+        assert args.calibration_max_interval is not None and args.calibration_band is not None
+        return AdaptiveCalibrationCallback(
+            args.calibration_interval, args.updates_per_rollout, args.calibration_max_interval, args.calibration_band
+        )
+    return CalibrationCallback(args.calibration_interval, args.updates_per_rollout)
