@@ -3,6 +3,7 @@
 
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,9 @@ def run_one(loss: str, recipe: str, arm: str, seed: int, output: Path) -> None:
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=get_last_checkpoint(directory))
     seconds = time.perf_counter() - start
+    if trainer.state.global_step < args.max_steps:  # after a SIGTERM
+        step = trainer.state.global_step
+        sys.exit(f"Stopped at step {step} of {args.max_steps}; the same command goes on from there.")
     history = trainer.state.log_history
     names = ("reward", "entropy", "completions/mean_length", "clip_ratio/low_mean", "clip_ratio/high_mean")
     result = {

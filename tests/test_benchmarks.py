@@ -4,6 +4,8 @@ The benchmarks: their entry point, what they save, the statistics behind their c
 """
 
 import json
+import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -311,10 +313,9 @@ def test_miniature_pairs_differences_by_seed():
     assert fp8["low_clip"] == pytest.approx(0.02) and fp8["entropy_last"] == pytest.approx(0.1)
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.parametrize("arm", ["BF16", "FP8, lower bound only", "FP8, calibrated"])
-def test_miniature_measures_and_moves_what_the_arm_says(arm, toy_path, tmp_path, monkeypatch):
+@pytest.fixture
+def small_miniature(toy_path, tmp_path, monkeypatch):
+    """The miniature with three rollouts of a random model."""
     text = miniature_runs.CONFIG.read_text()
     for old, new in {"max_steps: 600": "max_steps: 12", "max_completion_length: 96": "max_completion_length: 12",
                      "calibration_interval: 5": "calibration_interval: 1", "per_device_train_batch_size: 32":
@@ -328,6 +329,29 @@ def test_miniature_measures_and_moves_what_the_arm_says(arm, toy_path, tmp_path,
     monkeypatch.setattr(miniature_runs, "HELD_OUT", 4)
     monkeypatch.setattr(miniature_runs, "warm_start", lambda seed, output: toy_path)
     monkeypatch.setattr(embedded, "arithmetic_reward", digits)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_stopped_run_of_the_miniature_has_no_result_and_goes_on(small_miniature, tmp_path, monkeypatch):
+    def stopping(completions, entry, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return digits(completions, entry)
+
+    path = tmp_path / miniature.name_of("grpo", "rowwise", "FP8, fixed", 0) / "result.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(embedded, "arithmetic_reward", stopping)
+        with pytest.raises(SystemExit, match="Stopped at step 4 of 12"):
+            miniature_runs.run_one("grpo", "rowwise", "FP8, fixed", 0, tmp_path)
+    assert not path.exists()
+    miniature_runs.run_one("grpo", "rowwise", "FP8, fixed", 0, tmp_path)
+    assert json.loads(path.read_text())["curves"]["reward"][0] == [1, 5, 9]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["BF16", "FP8, lower bound only", "FP8, calibrated"])
+def test_miniature_measures_and_moves_what_the_arm_says(arm, small_miniature, tmp_path):
     miniature_runs.run_one("grpo", "rowwise", arm, 0, tmp_path)
     result = json.loads((tmp_path / miniature.name_of("grpo", "rowwise", arm, 0) / "result.json").read_text())
     assert len(result["rewards"]) == 4 and len(result["curves"]["reward"][1]) == 3
