@@ -8,7 +8,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Half of the whole suite's time is waiting for other processes. A file stays in one process: its tests share engines.
+# One process keeps one core busy. A file stays in one process: its tests share engines.
 PARALLEL := -n 2 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY ?= passive
