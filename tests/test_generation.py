@@ -2,6 +2,8 @@
 """The real vLLM engine in FP8: what it holds, that syncs reach it, that the self-check sees when they do not."""
 
 import gc
+import socket
+from contextlib import suppress
 
 import pytest
 import torch
@@ -156,9 +158,16 @@ def test_corrupted_sync_raises(trained, fault):
         generation.sync_weights()
 
 
-def test_bf16_training_with_fp8_rollout(make_trainer):
+def test_bf16_training_with_fp8_rollout_while_another_run_takes_trls_port(make_trainer, monkeypatch):
     threads = torch.get_num_threads()
-    trainer = make_trainer(**VLLM, fp8_recipe=None, fp8_rollout="rowwise", calibrated_clip=False, max_steps=4)
+    # Another run found TRL's port free as well, and was faster.
+    monkeypatch.setattr("trl.trainer.utils._is_port_free", lambda port, host="127.0.0.1": True)
+    with socket.socket() as other_run:
+        other_run.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):  # then somebody listens there indeed
+            other_run.bind(("", 29500))
+            other_run.listen()
+        trainer = make_trainer(**VLLM, fp8_recipe=None, fp8_rollout="rowwise", calibrated_clip=False, max_steps=4)
     assert torch.get_num_threads() == threads
     trainer.train()
     assert trainer.fp8_modules == []

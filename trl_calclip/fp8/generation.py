@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from .._trl_compat import (
     HookedVLLMGeneration,
@@ -195,6 +196,9 @@ class FP8VLLMGeneration(CheckedVLLMGeneration):
             arguments["enforce_eager"] = True
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # TRL looks for a free port at 29500 first: of two runs that start together on a machine, one would end.
+        if os.environ.get("MASTER_PORT", "").strip().lower() in {"", "0", "auto"}:
+            os.environ["MASTER_PORT"] = str(get_free_port())
         return arguments
 
     def push_weights(self) -> None:
