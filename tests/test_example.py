@@ -2,6 +2,7 @@
 """The example script as a user runs it: without arguments (shortened), from its configs, and with wrong arguments."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,41 +27,52 @@ def run_example(*arguments: str, script: str = "grpo_fp8.py") -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+def short_demo(directory: Path, name: str, steps: int) -> list[str]:
+    arguments = ["--output_dir", str(directory), "--config", str(ROOT / "configs" / f"{name}_demo.yaml")]
+    arguments += ["--calibration_interval", "2", "--calibration_min_tokens", "10"]
+    return [*arguments, "--per_device_train_batch_size", "8", "--save_steps", "8", "--max_steps", str(steps)]
+
+
+def assert_ended_well(run: subprocess.CompletedProcess) -> None:
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert not [line for line in (run.stdout + run.stderr).splitlines() if any(word in line for word in NOISE)]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo's output directory and what it printed, after two of its rollouts."""
+    directory = tmp_path_factory.mktemp("demo")
+    return directory, run_example(*short_demo(directory, "grpo", 8))
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_demo_end_to_end_and_resume(tmp_path):
-    short = ["--output_dir", str(tmp_path), "--config", str(ROOT / "configs" / "grpo_demo.yaml"), "--save_steps", "8"]
-    short += ["--calibration_interval", "2", "--calibration_min_tokens", "10", "--per_device_train_batch_size", "8"]
-    first = run_example(*short, "--max_steps", "8")
-    assert first.returncode == 0, first.stderr[-3000:]
-    noisy = [line for line in (first.stdout + first.stderr).splitlines() if any(word in line for word in NOISE)]
-    assert not noisy
+def test_demo_end_to_end_and_resume(demo):
+    directory, first = demo
+    assert_ended_well(first)
     for text in ("Run summary", "Mean reward", "Clip range", "over-clipped", "Time in BF16 passes", "run.png"):
         assert text in first.stdout
-    assert (tmp_path / "run.png").stat().st_size > 20_000
-    assert read_state(tmp_path)["num_calibrations"] == 1
+    assert (directory / "run.png").stat().st_size > 20_000
+    assert read_state(directory)["num_calibrations"] == 1
 
-    second = run_example(*short, "--max_steps", "16", "--resume_from_checkpoint", "latest")
-    assert second.returncode == 0, second.stderr[-3000:]
-    state = read_state(tmp_path)
+    second = run_example(*short_demo(directory, "grpo", 16), "--resume_from_checkpoint", "latest")
+    assert_ended_well(second)
+    state = read_state(directory)
     assert state["num_rollouts"] == 4 and state["num_calibrations"] == 2
-    assert state["calibration_history"][0] == read_state(tmp_path / "checkpoint-8")["calibration_history"][0]
+    assert state["calibration_history"][0] == read_state(directory / "checkpoint-8")["calibration_history"][0]
 
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     output = model.generate(**tokenizer("2+3-4=", return_tensors="pt"), max_new_tokens=4, do_sample=False)
     assert output.shape[1] > 6
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_dapo_demo(tmp_path):
-    short = ["--output_dir", str(tmp_path), "--config", str(ROOT / "configs" / "dapo_demo.yaml"), "--max_steps", "8"]
-    short += ["--calibration_interval", "2", "--calibration_min_tokens", "10", "--per_device_train_batch_size", "8"]
-    run = run_example(*short, "--save_strategy", "no", script="dapo_fp8.py")
-    assert run.returncode == 0, run.stderr[-3000:]
-    noisy = [line for line in (run.stdout + run.stderr).splitlines() if any(word in line for word in NOISE)]
-    assert not noisy
+def test_dapo_demo(demo, tmp_path):
+    shutil.copytree(demo[0] / "warm_start", tmp_path / "warm_start")  # it is the same one, and takes a minute
+    run = run_example(*short_demo(tmp_path, "dapo", 8), script="dapo_fp8.py")
+    assert_ended_well(run)
     state = read_state(tmp_path)
     assert state["num_calibrations"] == 1 and state["dynamic_sampling"]["position"] >= 8
 
